@@ -1,0 +1,25 @@
+"""Maps the top-level folders to the namespace specserve.*; everything else is in pyproject.toml."""
+
+from setuptools import Extension, find_packages, setup
+
+ROOTS = ("proto", "server", "models", "speculators", "router_client")
+
+packages, package_dir = [], {}
+for root in ROOTS:
+    package_dir[f"specserve.{root}"] = root
+    packages.append(f"specserve.{root}")
+    packages.extend(f"specserve.{root}.{name}" for name in find_packages(root))
+
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    ext_modules=[
+        # Plain C behind ctypes: it needs no Python or torch headers, so it builds in a second.
+        Extension(
+            "specserve.models.cpu_kernels._kernels",
+            sources=["models/cpu_kernels/kernels.c"],
+            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp"],
+            extra_link_args=["-fopenmp", "-lm"],
+        )
+    ],
+)
