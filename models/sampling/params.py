@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Below this, dividing by the temperature says nothing that argmax doesn't.
+GREEDY_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -24,6 +27,16 @@ class SamplingParams:
     logprobs: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, without any draw."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p, min-p or typical-p is on."""
+        return (self.top_k, self.top_p, self.min_p, self.typical_p) != (0, 1.0, 0.0, 1.0)
 
     @property
     def uses_penalties(self) -> bool:
