@@ -188,3 +188,13 @@ def model_helpers():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def server_helpers():
+    """The module server_helpers.py: a gRPC server on a scripted engine."""
+    spec = importlib.util.spec_from_file_location("server_helpers", Path(__file__).parent / "server_helpers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import tokenizers
+
 from specserve.models.hub import ModelError
-from specserve.proto import specserve_pb2 as pb
 from specserve.proto import specserve_pb2_grpc
 from specserve.server.chat import ChatTemplate
 from specserve.server.config import ListenOptions, ModelOptions, SchedulerOptions, ServerConfig
@@ -125,7 +125,9 @@ class FakeEngine:
                 )
             prompt = None
             if number == 0 and request.prompt_details:
-                prompt = tuple(TokenOutput(i, None if n == 0 else -1.0, None) for n, i in enumerate(request.prompt_token_ids))
+                prompt = tuple(
+                    TokenOutput(i, None if n == 0 else -1.0, None) for n, i in enumerate(request.prompt_token_ids)
+                )
             yield SequenceEvent(0, tuple(outputs), text, num_tokens, prompt, summary)
             if summary is not None:
                 return
@@ -193,7 +195,7 @@ async def running(config: ServerConfig = CONFIG, *, is_open: bool = True, **chan
 
 
 def main() -> None:
-    """Serve until a signal. The argument is JSON: port, unix_socket, drain_timeout_s, load_s, step_s, build_error, die_after_s."""
+    """Serve until a signal; the argument is JSON with what differs from the usual."""
     options = json.loads(sys.argv[1])
 
     def build(config: ServerConfig) -> Serving:

@@ -51,6 +51,14 @@ def test_generate_streams_the_text_and_then_says_how_fast(fake_server, run):
     assert re.fullmatch(pattern, line)
 
 
+def test_events_without_tokens_are_no_first_token(fake_server, run):
+    server = fake_server()
+    for event in server.events:
+        event.ClearField("token_ids")
+    result = run("generate", "x", "-t", server.target)
+    assert "finish reason: eos_token" in result.stderr and "first token" not in result.stderr
+
+
 def test_generate_flags_reach_the_server(fake_server, run):
     server = fake_server()
     flags = "--no-chat --temperature 0.5 --top-k 3 --seed 18446744073709551615 --stop Z --stop é --stop-token-id 5"

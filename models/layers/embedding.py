@@ -1,0 +1,55 @@
+"""Token embedding and output head; the vocabulary is padded to a multiple of the ranks and sliced."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specserve.models.parallel import TensorParallel
+from specserve.models.weights import WeightReader
+
+
+def load_vocabulary_slice(
+    reader: WeightReader, name: str, vocab_size: int, hidden_size: int, parallel: TensorParallel
+) -> nn.Parameter:
+    """The rows of this rank, [ceil(V / ranks), E] of a [V, E] tensor; rows past V are zero."""
+    num_rows = -(-vocab_size // parallel.size)
+    first = min(parallel.rank * num_rows, vocab_size)
+    num_real = min(num_rows, vocab_size - first)
+    weight = reader.allocate(num_rows, hidden_size)
+    weight[num_real:].zero_()
+    reader.copy(name, weight[:num_real], shape=(vocab_size, hidden_size), offset=(first, 0))
+    return weight
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding whose rows are split over the ranks; `weight` is of load_vocabulary_slice."""
+
+    def __init__(self, weight: nn.Parameter, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.weight = weight
+        self.parallel = parallel
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, E], on all ranks."""
+        if self.parallel.size == 1:
+            return F.embedding(input_ids, self.weight)
+        num_rows = self.weight.shape[0]
+        local = input_ids - self.parallel.rank * num_rows
+        absent = (local < 0) | (local >= num_rows)
+        rows = F.embedding(local.masked_fill(absent, 0), self.weight)
+        return self.parallel.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
+
+
+class VocabParallelHead(nn.Module):
+    """Output head whose rows are split over the ranks; `weight` is of load_vocabulary_slice."""
+
+    def __init__(self, weight: nn.Parameter, vocab_size: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.weight = weight
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, E] -> [R, V] float32, on all ranks."""
+        logits = self.parallel.all_gather_last_dim(F.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size].float()

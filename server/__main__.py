@@ -1,0 +1,5 @@
+"""`python -m specserve.server`: the same as `specserve`."""
+
+from specserve.server.cli import main
+
+main()

@@ -1,0 +1,291 @@
+"""The configuration of a server: frozen dataclasses, and the one place that reads the environment.
+
+The flags of `specserve serve` (cli_options.py) carry their environment variables; what they bring is checked
+together here.
+"""
+
+import enum
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specserve.speculators.base import SpeculatorType
+
+DEFAULT_HOSTNAME = "0.0.0.0"
+DEFAULT_PORT = 3000
+MAX_GRPC_MESSAGE_BYTES = 2**31 - 1
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the final zero
+
+
+class ConfigError(Exception):
+    """A flag that can't be used; the message names the flag, its value and what to do."""
+
+
+class DType(enum.StrEnum):
+    """Number format of weights and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(enum.StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class AttentionBackendName(enum.StrEnum):
+    """The backends of models/attention."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    CPU = "cpu"
+    FLASH = "flash"
+
+
+class LogLevel(enum.StrEnum):
+    """Least severe level that is logged."""
+
+    TRACE = "trace"
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model to serve, and how. AUTO stands for what suits the machine and the model."""
+
+    model_id: str
+    revision: str | None = None
+    dtype: DType = DType.AUTO
+    device: Device = Device.AUTO
+    attention_backend: AttentionBackendName = AttentionBackendName.AUTO
+    offline: bool = False
+    hub_token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The KV cache. `kv_cache_memory` is in bytes; None: as the server thinks fit for the device."""
+
+    kv_cache_memory: int | None = None
+    block_size: int = 16
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Limits of requests and steps. None: what model and KV cache allow."""
+
+    max_input_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_batch_tokens: int = 512
+    max_batch_size: int = 32
+    max_concurrent_requests: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorOptions:
+    """What drafts tokens."""
+
+    type: SpeculatorType = SpeculatorType.NONE
+    id: str | None = None
+    num_speculative_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """Processes and threads. `num_threads` None: as torch thinks fit."""
+
+    num_shard: int = 1
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """The gRPC side. `port` None: no TCP; 0: any free port."""
+
+    hostname: str = DEFAULT_HOSTNAME
+    port: int | None = DEFAULT_PORT
+    unix_socket: Path | None = None
+    max_message_bytes: int = 16 * 2**20
+    drain_timeout_s: float = 30.0
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """The log on stderr."""
+
+    level: LogLevel = LogLevel.INFO
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything that `specserve serve` can be told."""
+
+    model: ModelOptions
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    speculator: SpeculatorOptions = field(default_factory=SpeculatorOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    server: ListenOptions = field(default_factory=ListenOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**exponent
+    for exponent, prefix in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of a size like "2GiB", "512MB" or "1048576"; ConfigError names the flag."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{flag} is {text!r}; it must be a size like 2GiB, 512MB or 1048576 (bytes)")
+    return int(float(match[1]) * unit)
+
+
+def hub_token() -> str | None:
+    """The token of the Hugging Face Hub in HF_TOKEN (or TGI's HUGGING_FACE_HUB_TOKEN), if any."""
+    return os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or None
+
+
+def resolve(flags: Mapping[str, Any]) -> ServerConfig:
+    """The configuration that the flags of `specserve serve` ask for, by their Python names.
+
+    Raises ConfigError for values that are wrong, or wrong together.
+    """
+    config = ServerConfig(
+        model=ModelOptions(
+            model_id=_required(flags, "model_id"),
+            revision=flags["revision"],
+            dtype=flags["dtype"],
+            device=flags["device"],
+            attention_backend=flags["attention_backend"],
+            offline=flags["offline"],
+            hub_token=hub_token(),
+        ),
+        cache=CacheOptions(
+            kv_cache_memory=_kv_cache_memory(flags["kv_cache_memory"]),
+            block_size=flags["block_size"],
+            prefix_caching=flags["prefix_caching"],
+        ),
+        scheduler=SchedulerOptions(
+            max_input_tokens=flags["max_input_tokens"],
+            max_total_tokens=flags["max_total_tokens"],
+            max_batch_tokens=flags["max_batch_tokens"],
+            max_batch_size=flags["max_batch_size"],
+            max_concurrent_requests=flags["max_concurrent_requests"],
+        ),
+        speculator=_speculator(flags["speculator"], flags["speculator_id"]),
+        parallel=ParallelOptions(num_shard=flags["num_shard"], num_threads=flags["num_threads"]),
+        server=_listen(flags),
+        log=LogOptions(level=flags["log_level"], json=flags["json_logs"]),
+    )
+    _check_limits(config.scheduler)
+    if config.parallel.num_shard > 1:
+        raise ConfigError(f"--num-shard is {config.parallel.num_shard}; only 1 is built yet")
+    return config
+
+
+def _required(flags: Mapping[str, Any], name: str) -> str:
+    value = flags[name]
+    if not value:
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} (or {name.upper()}) is not set; give a Hub id, a directory, a .gguf file, or 'demo'")
+    return str(value)
+
+
+def _kv_cache_memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    num_bytes = parse_size("--kv-cache-memory", text)
+    if num_bytes < 1:
+        raise ConfigError(f"--kv-cache-memory is {text!r}; it must be more than 0")
+    return num_bytes
+
+
+def _speculator(kind: SpeculatorType, speculator_id: str | None) -> SpeculatorOptions:
+    if kind is not SpeculatorType.NONE:
+        raise ConfigError(f"--speculator is {kind}; it is not built yet, only none is")
+    if speculator_id is not None:
+        raise ConfigError(f"--speculator-id is {speculator_id!r}, but --speculator is none; leave it out")
+    return SpeculatorOptions(kind)
+
+
+def _listen(flags: Mapping[str, Any]) -> ListenOptions:
+    max_message_bytes = parse_size("--max-message-size", flags["max_message_size"])
+    if not 1024 <= max_message_bytes <= MAX_GRPC_MESSAGE_BYTES:
+        raise ConfigError(
+            f"--max-message-size is {flags['max_message_size']!r}, {max_message_bytes} bytes; it must be in "
+            f"1024..{MAX_GRPC_MESSAGE_BYTES}"
+        )
+    drain_timeout_s = flags["drain_timeout"]
+    if not (math.isfinite(drain_timeout_s) and drain_timeout_s >= 0):
+        raise ConfigError(f"--drain-timeout is {drain_timeout_s:g}; it must be 0 or more seconds")
+    unix_socket, port = flags["unix_socket"], flags["port"]
+    if unix_socket is not None and len(os.fsencode(Path(unix_socket).absolute())) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"--unix-socket is {str(unix_socket)!r}; its absolute path must have at most {MAX_SOCKET_PATH_BYTES} bytes"
+        )
+    if port is None and unix_socket is None:
+        port = DEFAULT_PORT
+    return ListenOptions(
+        hostname=_hostname(flags["hostname"]),
+        port=port,
+        unix_socket=None if unix_socket is None else Path(unix_socket).absolute(),
+        max_message_bytes=max_message_bytes,
+        drain_timeout_s=drain_timeout_s,
+        max_stop_sequences=flags["max_stop_sequences"],
+        max_top_n_tokens=flags["max_top_n_tokens"],
+    )
+
+
+def _hostname(flag: str | None) -> str:
+    """The flag, else HOSTNAME where somebody chose it.
+
+    Docker, Kubernetes and shells set HOSTNAME to the machine's own name. Taken as an address to listen on, that
+    would leave out localhost, or not resolve at all.
+    """
+    if flag is not None:
+        if not flag:
+            raise ConfigError("--hostname is empty; give an address to listen on, like 0.0.0.0 or 127.0.0.1")
+        return flag
+    chosen = os.environ.get("HOSTNAME")
+    return DEFAULT_HOSTNAME if not chosen or chosen in _own_names() else chosen
+
+
+def _own_names() -> tuple[str, ...]:
+    name = socket.gethostname()
+    return name, name.partition(".")[0]
+
+
+def _check_limits(options: SchedulerOptions) -> None:
+    max_input, max_total = options.max_input_tokens, options.max_total_tokens
+    if max_input is not None and max_total is not None and max_input >= max_total:
+        raise ConfigError(
+            f"--max-input-tokens is {max_input}; it must be less than --max-total-tokens, which is {max_total}"
+        )
+    if options.max_batch_tokens < options.max_batch_size:
+        raise ConfigError(
+            f"--max-batch-tokens is {options.max_batch_tokens}; it must be at least --max-batch-size, which is "
+            f"{options.max_batch_size}, as each running sequence takes a token a step"
+        )

@@ -1,0 +1,159 @@
+"""From a configuration to a loaded, warmed-up model behind an engine."""
+
+import torch
+
+from specserve.models.attention.registry import attention_backend
+from specserve.models.causal_lm import CausalLM
+from specserve.models.config import ModelConfig, load_config
+from specserve.models.hub import ModelError, ModelFiles, resolve_model
+from specserve.models.kv_cache import KVCache
+from specserve.models.parallel import TensorParallel
+from specserve.models.registry import load_model
+from specserve.server.chat import ChatTemplate
+from specserve.server.config import ConfigError, Device, DType, SchedulerOptions, ServerConfig
+from specserve.server.engine.async_engine import AsyncEngine
+from specserve.server.engine.block_manager import BlockManager
+from specserve.server.engine.engine import Engine
+from specserve.server.engine.scheduler import Scheduler
+from specserve.server.serving import ModelDescription, Serving
+from specserve.server.tokenizer import Tokenizer, load_tokenizer
+from specserve.server.worker.memory import num_kv_blocks, warm_up
+from specserve.server.worker.model_runner import ModelRunner
+
+
+def build(config: ServerConfig) -> Serving:
+    """Load everything and run the model once. Raises ModelError or ConfigError for what a user can put right."""
+    if config.parallel.num_threads is not None:
+        torch.set_num_threads(config.parallel.num_threads)
+    device, dtype = _device_and_dtype(config)
+    try:
+        attention, block_size = attention_backend(
+            config.model.attention_backend, device=device, dtype=dtype, block_size=config.cache.block_size
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    options = config.model
+    files = resolve_model(
+        options.model_id, revision=options.revision, token=options.hub_token, offline=options.offline
+    )
+    model_config = load_config(files)
+    max_total_tokens = _max_total_tokens(config.scheduler, model_config)
+    tokenizer = load_tokenizer(files, model_config.vocab_size)
+    model = load_model(
+        files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention
+    )
+    num_blocks = num_kv_blocks(
+        model,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        kv_cache_memory=config.cache.kv_cache_memory,
+        max_tokens_needed=max_total_tokens * config.scheduler.max_batch_size,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
+    )
+    max_total_tokens = _fit_total_tokens(config.scheduler, max_total_tokens, num_blocks * block_size)
+    engine = _engine(config, model, num_blocks, block_size, max_total_tokens, dtype, device)
+    description = _describe(config, files, model_config, tokenizer, max_total_tokens)
+    return Serving(
+        engine=engine,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
+        description=ModelDescription(
+            **description,
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            attention_backend=attention.name,
+        ),
+    )
+
+
+def _device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
+    """What --device and --dtype mean here; auto is float32 on CPUs and bfloat16 on GPUs."""
+    requested = config.model.device
+    if requested is Device.CUDA and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no GPU; choose cpu, or install a CUDA build of torch")
+    is_cuda = requested is Device.CUDA or (requested is Device.AUTO and torch.cuda.is_available())
+    dtype = config.model.dtype
+    if dtype is DType.AUTO:
+        dtype = DType.BFLOAT16 if is_cuda else DType.FLOAT32
+    return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype.value)
+
+
+def _max_total_tokens(options: SchedulerOptions, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if options.max_total_tokens is None:
+        return limit
+    if options.max_total_tokens > limit:
+        raise ConfigError(
+            f"--max-total-tokens is {options.max_total_tokens}; the model was made for {limit} positions at most"
+        )
+    return options.max_total_tokens
+
+
+def _fit_total_tokens(options: SchedulerOptions, max_total_tokens: int, num_kv_tokens: int) -> int:
+    """One sequence of max_total_tokens must fit the cache: lower an automatic limit, refuse a given one."""
+    if max_total_tokens <= num_kv_tokens:
+        return max_total_tokens
+    if options.max_total_tokens is not None:
+        raise ConfigError(
+            f"--max-total-tokens is {max_total_tokens}, but the KV cache holds {num_kv_tokens} tokens; "
+            "raise --kv-cache-memory or lower --max-total-tokens"
+        )
+    return num_kv_tokens
+
+
+def _engine(
+    config: ServerConfig,
+    model: CausalLM,
+    num_blocks: int,
+    block_size: int,
+    max_total_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AsyncEngine:
+    options = config.scheduler
+    kv_cache = KVCache.allocate(
+        num_layers=model.config.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    for num_tokens in (min(options.max_batch_tokens, max_total_tokens), 1):
+        warm_up(model, kv_cache, num_tokens)
+    runner = ModelRunner(model, kv_cache, max_rows=options.max_batch_size, max_total_tokens=max_total_tokens)
+    scheduler = Scheduler(
+        BlockManager(num_blocks, block_size, prefix_caching=config.cache.prefix_caching),
+        max_batch_tokens=options.max_batch_tokens,
+        max_batch_size=options.max_batch_size,
+        num_speculative_tokens=config.speculator.num_speculative_tokens,
+    )
+    return AsyncEngine(Engine(scheduler, runner), max_concurrent_requests=options.max_concurrent_requests)
+
+
+def _describe(
+    config: ServerConfig, files: ModelFiles, model_config: ModelConfig, tokenizer: Tokenizer, max_total_tokens: int
+) -> dict[str, object]:
+    max_input_tokens = config.scheduler.max_input_tokens or max_total_tokens - 1
+    if not 0 < max_input_tokens < max_total_tokens:
+        raise ConfigError(
+            f"--max-input-tokens is {max_input_tokens}; it must be at least 1 and less than the total limit of "
+            f"{max_total_tokens} tokens"
+        )
+    eos_token_ids = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
+    if any(not 0 <= token_id < model_config.vocab_size for token_id in eos_token_ids):
+        raise ModelError(f"EOS ids {sorted(eos_token_ids)} are not all below vocab_size {model_config.vocab_size}")
+    return {
+        "model_id": files.model_id,
+        "revision": files.revision or "",
+        "model_type": model_config.model_type,
+        "num_shard": config.parallel.num_shard,
+        "vocab_size": model_config.vocab_size,
+        "eos_token_ids": tuple(sorted(eos_token_ids)),
+        "max_input_tokens": max_input_tokens,
+        "max_total_tokens": max_total_tokens,
+        "max_batch_tokens": config.scheduler.max_batch_tokens,
+        "max_batch_size": config.scheduler.max_batch_size,
+    }

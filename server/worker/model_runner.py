@@ -1,0 +1,101 @@
+"""Runs one step on this rank: load, model, logits, verify, collect."""
+
+import torch
+
+from specserve.models.causal_lm import CausalLM
+from specserve.models.forward_batch import ForwardBatch
+from specserve.models.kv_cache import KVCache
+from specserve.models.sampling.params import SampledToken
+from specserve.models.sampling.sampler import Sampler, score_tokens
+from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
+from specserve.server.worker.input_buffers import InputBuffers
+from specserve.speculators.verify import VerifyRow, verify
+
+# Prompt scoring takes the logits of so many positions at once; V can be 262,144.
+SCORED_ROWS_AT_ONCE = 64
+
+
+class ModelRunner:
+    """The model, its KV cache and the per-row state of one rank."""
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_total_tokens: int) -> None:
+        device = kv_cache.keys[0].device
+        self._model = model
+        self._kv_cache = kv_cache
+        self._buffers = InputBuffers(
+            max_rows=max_rows,
+            max_blocks=-(-max_total_tokens // kv_cache.block_size),
+            block_size=kv_cache.block_size,
+            device=device,
+        )
+        self._sampler = Sampler(max_rows, model.config.vocab_size, device)
+        self._admitted: dict[int, Admission] = {}
+        self._num_outputs: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute one step. What a row needs of the past was given on its admission."""
+        for row_slot in batch.released:
+            self._buffers.release(row_slot)
+            self._sampler.release(row_slot)
+        for admission in batch.admissions:
+            self._admit(admission)
+        forward_batch = self._buffers.load(batch.rows)
+        forward_batch.check()
+        hidden = self._model(forward_batch, self._kv_cache)  # [N, E]
+        outputs = [RowOutput() for _ in batch.rows]
+        self._verify(batch.rows, hidden, forward_batch, outputs)
+        self._score_prompts(batch.rows, hidden, outputs)
+        return StepOutput(outputs)
+
+    def _admit(self, admission: Admission) -> None:
+        self._admitted[admission.row_slot] = admission
+        self._num_outputs[admission.row_slot] = len(admission.output_token_ids)
+        self._sampler.admit(
+            admission.row_slot, admission.sampling, admission.prompt_token_ids, admission.output_token_ids
+        )
+
+    def _verify(
+        self,
+        rows: list[ScheduledRow],
+        hidden: torch.Tensor,
+        forward_batch: ForwardBatch,
+        outputs: list[RowOutput],
+    ) -> None:
+        sampling = [(row, output) for row, output in zip(rows, outputs, strict=True) if row.samples]
+        if not sampling:
+            return
+        logits = self._model.compute_logits(hidden[forward_batch.logits_indices])  # [R, V]
+        verify_rows = [
+            VerifyRow(
+                row_slot=row.row_slot,
+                position=row.start + row.num_tokens - row.num_drafts,
+                num_output_tokens=self._num_outputs[row.row_slot],
+                draft_ids=tuple(row.token_ids[row.num_tokens - row.num_drafts :]),
+            )
+            for row, _ in sampling
+        ]
+        for (row, output), verified in zip(sampling, verify(logits, self._sampler, verify_rows), strict=True):
+            output.tokens = verified.tokens
+            output.num_accepted = verified.num_accepted
+            emitted = [token.token_id for token in verified.tokens if token.token_id is not None]
+            self._sampler.accept(row.row_slot, emitted)
+            self._num_outputs[row.row_slot] += len(emitted)
+
+    def _score_prompts(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
+        first = 0
+        for row, output in zip(rows, outputs, strict=True):
+            if row.prompt_logprobs:
+                admission = self._admitted[row.row_slot]
+                targets = admission.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens]
+                output.prompt = self._score(
+                    hidden[first : first + len(targets)], targets, admission.sampling.top_n_tokens
+                )
+            first += row.num_tokens
+
+    def _score(self, hidden: torch.Tensor, token_ids: list[int], top_n: int) -> list[SampledToken]:
+        scored: list[SampledToken] = []
+        for start in range(0, len(token_ids), SCORED_ROWS_AT_ONCE):
+            some = slice(start, start + SCORED_ROWS_AT_ONCE)
+            scored += score_tokens(self._model.compute_logits(hidden[some]), token_ids[some], top_n)
+        return scored
