@@ -18,7 +18,7 @@ setup(
         Extension(
             "specserve.models.cpu_kernels._kernels",
             sources=["models/cpu_kernels/kernels.c"],
-            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp"],
+            extra_compile_args=["-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"],
             extra_link_args=["-fopenmp", "-lm"],
         )
     ],

@@ -11,13 +11,13 @@ _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": 
 def hub_config(file: GGUFFile) -> dict[str, Any]:
     """What config.json would hold; None for what the file doesn't say."""
     get, tensors = file.get, file.tensors
-    heads = get("attention.head_count")
+    heads, hidden = get("attention.head_count"), get("embedding_length")
     embedding = tensors.get("model.embed_tokens.weight")
-    head_dim = get("attention.key_length", get("rope.dimension_count"))
+    head_dim = get("attention.key_length", hidden // heads if hidden and heads else None)
     config = {
         "model_type": _MODEL_TYPES[file.architecture],
         "vocab_size": embedding.shape[0] if embedding is not None else get("vocab_size"),
-        "hidden_size": get("embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,

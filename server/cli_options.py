@@ -43,7 +43,7 @@ Offline = Annotated[
 ]
 DTypeFlag = Annotated[
     DType,
-    _option(_MODEL, "DTYPE", "Of weights and KV cache. auto: float32 on CPUs, on GPUs the checkpoint's.", "--dtype"),
+    _option(_MODEL, "DTYPE", "Of weights and KV cache. auto: float32 on CPUs, bfloat16 on GPUs.", "--dtype"),
 ]
 DeviceFlag = Annotated[Device, _option(_MODEL, "SPECSERVE_DEVICE", "auto: a GPU if torch finds one.", "--device")]
 AttentionBackend = Annotated[

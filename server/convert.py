@@ -1,6 +1,5 @@
 """Request messages to what the engine takes; every limit in proto/specserve.proto is checked here."""
 
-import math
 import secrets
 import struct
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ class _Range:
     def check(self, name: str, value: float) -> float:
         """The value, or InvalidRequestError."""
         low, high = _as_float32(self.low), _as_float32(self.high)
-        if math.isfinite(value) and low <= value <= high and not (self.excludes_low and value == low):
+        if low <= value <= high and not (self.excludes_low and value == low):
             return value
         opening = "(" if self.excludes_low else "["
         raise InvalidRequestError(f"{name} is {value:.7g}; it must be in {opening}{self.low:g}, {self.high:g}]")

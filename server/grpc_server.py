@@ -79,8 +79,6 @@ class GrpcServer:
         """Close; calls that have ended get their status out, those still open are cancelled."""
         await self.service.wait_idle(LAST_MESSAGES_S)
         await self._server.stop(grace=0.5)
-        if self._listen.unix_socket is not None:
-            self._listen.unix_socket.unlink(missing_ok=True)
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", SERVICE_NAME):

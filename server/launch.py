@@ -33,15 +33,11 @@ def build(config: ServerConfig) -> Serving:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     options = config.model
-    files = resolve_model(
-        options.model_id, revision=options.revision, token=options.hub_token, offline=options.offline
-    )
+    files = resolve_model(options.model_id, revision=options.revision, token=options.hub_token, offline=options.offline)
     model_config = load_config(files)
     max_total_tokens = _max_total_tokens(config.scheduler, model_config)
     tokenizer = load_tokenizer(files, model_config.vocab_size)
-    model = load_model(
-        files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention
-    )
+    model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
     num_blocks = num_kv_blocks(
         model,
         dtype=dtype,

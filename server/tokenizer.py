@@ -84,7 +84,8 @@ class Tokenizer:
         """
         backend = self.backend if parse_special else self._plain_backend
         try:
-            ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode` of the library, this lets other threads run: a prompt of megabytes takes seconds.
+            ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise ValueError("text: holds a lone surrogate, which is no character; send valid Unicode") from error
         if add_special_tokens and self.adds_bos and ids[:2] == [self.bos_token_id] * 2:

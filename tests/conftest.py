@@ -198,3 +198,9 @@ def server_helpers():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def peak_growth(model_helpers):
+    """Path, kind and dtype of a model -> by how many bytes loading raises the peak of memory, bytes of the weights."""
+    return model_helpers.peak_growth

@@ -2,6 +2,9 @@
 
 import itertools
 import random
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -106,3 +109,36 @@ def greedy(model: CausalLM, prompts: list[list[int]], num_tokens: int) -> list[l
             outputs[index].append(int(logits[-1].argmax()))
         pieces = {index: output[-1:] for index, output in enumerate(outputs)}
     return outputs
+
+
+LOADER = """
+    import resource, sys
+    from pathlib import Path
+    import torch
+    from specserve.models.attention.torch import TorchAttention
+    from specserve.models.config import load_config
+    from specserve.models.hub import ModelFiles
+    from specserve.models.parallel import TensorParallel
+    from specserve.models.registry import load_model
+
+    files = ModelFiles("m", None, Path(sys.argv[1]), sys.argv[2])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model = load_model(
+        files, load_config(files), dtype=getattr(torch, sys.argv[3]), device=torch.device("cpu"),
+        parallel=TensorParallel(), attention=TorchAttention(),
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(peak - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+def peak_growth(path: Path, kind: str, dtype: str) -> tuple[int, int]:
+    """Bytes by which loading raises the peak of resident memory, and bytes of the weights."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOADER), str(path), kind, dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    growth, weights = map(int, run.stdout.split())
+    return growth, weights

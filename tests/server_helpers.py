@@ -74,7 +74,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.requests = []
         self.num_open = 0
-        self.most_open = 0
+        self.num_events = 0
         self.error: Exception | None = None  # instead of event number `fail_at`
         self.fail_at = 0
         self.hold_at: int | None = None  # at this event, wait for `resume`
@@ -91,9 +91,9 @@ class FakeEngine:
             raise DrainingError("draining")
         self.requests.append(request)
         self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
         try:
             async for event in self._events(request):
+                self.num_events += 1
                 yield event
         finally:
             self.num_open -= 1
@@ -101,11 +101,14 @@ class FakeEngine:
     async def _events(self, request):
         num_tokens = 0
         for number in range(len(self.tokens)):
-            await asyncio.sleep(self.step_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), self.step_s)
+            if self._ended.is_set():
+                raise DrainingError("outlived --drain-timeout")
             if self.error is not None and number == self.fail_at:
                 raise self.error
             if number == self.hold_at:
-                await self._wait()
+                await self.resume.wait()
             outputs, text, piece = [], "", None
             for token_id in self.tokens[2 * number : 2 * number + 2]:
                 piece = request.text_stream.push(token_id)
@@ -131,16 +134,6 @@ class FakeEngine:
             yield SequenceEvent(0, tuple(outputs), text, num_tokens, prompt, summary)
             if summary is not None:
                 return
-
-    async def _wait(self) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.resume, self._ended)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self._ended.is_set():
-            raise DrainingError("outlived --drain-timeout")
 
     def stats(self) -> EngineStats:
         return EngineStats(4, 24, 24 - self.num_open, self.num_open, 0, 7, 70, 1, 30, 20)

@@ -1,5 +1,6 @@
 """Where both clients connect to: several targets, health, names, TLS (`connect` makes each client in turn)."""
 
+import socket
 import threading
 import time
 from pathlib import Path
@@ -92,6 +93,15 @@ def test_nobody_there(connect):
     error = failure_of(client.wait_until_ready, 0.3)
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "ipv4:127.0.0.1:9" in error.message and "refused" in error.message
+
+
+def test_a_port_that_never_answers(connect):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = connect(f"127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        assert failure_of(client.wait_until_ready, 0.3).message.startswith("no server at")
+        assert time.monotonic() - start < 10  # gRPC itself would wait for 20 s
+        assert failure_of(client.info, timeout_s=0.3).code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_wait_until_ready(fake_server, connect):

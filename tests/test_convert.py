@@ -1,10 +1,12 @@
 """Requests to what the engine takes: every limit of proto/specserve.proto, each refused by name."""
 
+import dataclasses
 import math
 
 import pytest
 
 from specserve.proto import specserve_pb2 as pb
+from specserve.server.chat import ChatTemplate
 from specserve.server.convert import MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, RequestConverter
 from specserve.server.errors import InvalidRequestError, UnsupportedError
 from specserve.server.parse import parse_request
@@ -265,6 +267,8 @@ def test_chat(converter):
     rendered = "<s>[system] ä\n[user] the\n[assistant]"
     assert made.prompt_token_ids == converter.tokenizer.encode(rendered, add_special_tokens=False)
     assert made.prompt_token_ids.count(1) == 1  # one BOS, the template's
+    bare = dataclasses.replace(converter, chat_template=ChatTemplate("{{ messages[0].content }}", {}))
+    assert bare.request(chat(("user", "the"))).prompt_token_ids == [266, 269]  # no BOS that the template doesn't write
     text = refusal(converter, chat(("user", "a"), ("usr", "b")))
     assert text.startswith("chat.messages[1].role is 'usr'; it must be one of system, user")
 

@@ -1,43 +1,13 @@
 /* CPU kernels of the decode step, fp32. Every row's result is the same alone and in company, with any number
  * of threads: work is cut by the row's own length only, and partial results are merged in a fixed order.
  *
- * Plain C behind ctypes (binding.py). Inner functions are compiled for several x86 levels and chosen at load
- * time; they are called from the OpenMP loops, as outlined loop bodies would not be cloned. */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
-#else
-#define CLONED __attribute__((noinline))
-#endif
-#define SIMD _Pragma("omp simd")
+ * Plain C behind ctypes (binding.py). */
+#include "common.h"
 
 /* Keys per work item of the attention kernel. */
 #define PARTITION 256
 /* Elements below which waking the other threads costs more than it saves. */
 #define SERIAL_ELEMENTS 32768
-
-/* exp for x <= 88, about 1 ulp (the polynomial of Cephes' expf); vectorizes where libm's does not. */
-static inline float exp_(float x) {
-    x = x < -87.3f ? -87.3f : (x > 88.0f ? 88.0f : x);
-    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union {
-        int32_t i;
-        float f;
-    } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
-}
 
 /* ---- attention ------------------------------------------------------------------------------------------ */
 
@@ -81,23 +51,25 @@ CLONED static void attend(const AttentionBatch *b, const Item *item, const float
             const float *key = keys + ((int64_t)table[t / b->block_size] * b->block_size + t % b->block_size) * kv_stride +
                                item->kv_head * d;
             float dot = 0.0f;
-            _Pragma("omp simd reduction(+ : dot)") for (int64_t i = 0; i < d; i++) dot += query[i] * key[i];
+            SIMD(reduction(+ : dot))
+            for (int64_t i = 0; i < d; i++) dot += query[i] * key[i];
             scores[t - lo] = dot * scale;
             if (scores[t - lo] > max) max = scores[t - lo];
         }
         /* A NaN must come out as NaN, so the maximum is not what decides whether there are keys. */
         const int64_t n = hi > lo ? hi - lo : 0;
-        SIMD for (int64_t i = 0; i < n; i++) {
+        SIMD() for (int64_t i = 0; i < n; i++) {
             const float s = scores[i] - max;
             scores[i] = s == s ? exp_(s) : s;
         }
-        _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) sum += scores[i];
+        SIMD(reduction(+ : sum))
+        for (int64_t i = 0; i < n; i++) sum += scores[i];
         for (int64_t t = lo; t < hi; t++) {
             const float *value = values +
                                  ((int64_t)table[t / b->block_size] * b->block_size + t % b->block_size) * kv_stride +
                                  item->kv_head * d;
             const float p = scores[t - lo];
-            SIMD for (int64_t i = 0; i < d; i++) acc[i] += p * value[i];
+            SIMD() for (int64_t i = 0; i < d; i++) acc[i] += p * value[i];
         }
         row[0] = max;
         row[1] = sum;
@@ -175,10 +147,11 @@ int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, c
 
 CLONED static void norm_row(float *x, const float *residual, const float *weight, float eps, int64_t e, float *out) {
     float sum = 0.0f;
-    if (residual) SIMD for (int64_t i = 0; i < e; i++) x[i] += residual[i];
-    _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < e; i++) sum += x[i] * x[i];
+    if (residual) SIMD() for (int64_t i = 0; i < e; i++) x[i] += residual[i];
+    SIMD(reduction(+ : sum))
+        for (int64_t i = 0; i < e; i++) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / (float)e + eps);
-    SIMD for (int64_t i = 0; i < e; i++) out[i] = x[i] * scale * weight[i];
+    SIMD() for (int64_t i = 0; i < e; i++) out[i] = x[i] * scale * weight[i];
 }
 
 /* out = x / rms(x) * weight over rows of E; with a residual, x += residual first, in place. */
@@ -188,18 +161,21 @@ void rms_norm(float *x, const float *residual, const float *weight, float eps, i
     for (int64_t r = 0; r < n; r++) norm_row(x + r * e, residual ? residual + r * e : 0, weight, eps, e, out + r * e);
 }
 
-CLONED static void silu_row(const float *gate, const float *up, int64_t f, float *out) {
-    SIMD for (int64_t i = 0; i < f; i++) {
-        const float value = gate[i] / (1.0f + exp_(-gate[i])) * up[i];
-        out[i] = gate[i] == gate[i] ? value : gate[i];
-    }
+/* z * sigmoid(s), both forms of gate below; where exp would overflow the product is 0 to float precision. */
+static inline float gated(float z, float s) {
+    const float value = z / (1.0f + exp_(-s));
+    return s < -88.0f ? 0.0f : (s == s ? value : s);
 }
 
+CLONED static void silu_row(const float *gate, const float *up, int64_t f, float *out) {
+    SIMD() for (int64_t i = 0; i < f; i++) out[i] = gated(gate[i], gate[i]) * up[i];
+}
+
+/* 1 + tanh(u) = 2 sigmoid(2u). */
 CLONED static void gelu_tanh_row(const float *gate, const float *up, int64_t f, float *out) {
-    SIMD for (int64_t i = 0; i < f; i++) {
+    SIMD() for (int64_t i = 0; i < f; i++) {
         const float g = gate[i], u = 0.7978845608028654f * (g + 0.044715f * g * g * g);
-        const float value = 0.5f * g * (2.0f - 2.0f / (exp_(2.0f * u) + 1.0f)) * up[i];
-        out[i] = g == g ? value : g;
+        out[i] = gated(g, 2.0f * u) * up[i];
     }
 }
 
@@ -213,75 +189,4 @@ void gated_activation(const float *gate_up, int64_t n, int64_t f, int64_t activa
         else
             gelu_tanh_row(gate, gate + f, f, out + r * f);
     }
-}
-
-/* ---- Gumbel-max ----------------------------------------------------------------------------------------- */
-
-/* A bijective mixer of 32 bits with low bias (constants of Wellons' "triple32"-family search, lowbias32). */
-static inline uint32_t mix(uint32_t h) {
-    h ^= h >> 16;
-    h *= 0x7feb352dU;
-    h ^= h >> 15;
-    h *= 0x846ca68bU;
-    h ^= h >> 16;
-    return h;
-}
-
-/* 32 random bits of a token under a row's key; lane 0 are the high ones, lane 1 the low ones. */
-static inline uint32_t token_bits(uint32_t token, uint32_t k0, uint32_t k1) { return mix(mix(token + k0) ^ k1); }
-
-#define GUMBEL_BLOCK 256
-
-/* The largest of p * best - w over a block: above 0 means that some token may beat the best so far. */
-CLONED static float block_margin(const float *p, int64_t first, int64_t n, uint32_t k0, uint32_t k1, float best) {
-    float margin = -INFINITY;
-    _Pragma("omp simd reduction(max : margin)") for (int64_t i = 0; i < n; i++) {
-        const uint32_t bits = token_bits((uint32_t)(first + i), k0, k1);
-        const float w = (float)(int32_t)(bits >> 8) * 0x1p-24f; /* rounded down: a lower bound of -log(u) */
-        const float m = p[i] * best - w;
-        margin = m > margin ? m : margin;
-    }
-    return margin;
-}
-
-CLONED static void exp_row(const float *logits, float max, int64_t n, float *p) {
-    SIMD for (int64_t i = 0; i < n; i++) p[i] = logits[i] == -INFINITY ? 0.0f : exp_(logits[i] - max) * 1.00001f + 1e-37f;
-}
-
-/* argmax over tokens of logit - log(E), E = -log(u) exponential: a draw from softmax(logits).
- *
- * E >= w = 1 - u, so that a token can only win if w < p * (E/p of the best so far); the logarithm is taken for
- * those few alone. p is rounded up a little, w down. */
-static int64_t gumbel_argmax_row(const float *logits, int64_t v, const uint32_t *key, float *p) {
-    float max = -INFINITY;
-    for (int64_t i = 0; i < v; i++) max = logits[i] > max ? logits[i] : max;
-    exp_row(logits, max, v, p);
-    double best_score = -INFINITY;
-    float best = INFINITY; /* E / p of the best, rounded up */
-    int64_t winner = -1;
-    for (int64_t first = 0; first < v; first += GUMBEL_BLOCK) {
-        const int64_t n = first + GUMBEL_BLOCK < v ? GUMBEL_BLOCK : v - first;
-        if (winner >= 0 && block_margin(p + first, first, n, key[0], key[1], best) < 0.0f) continue;
-        for (int64_t i = first; i < first + n; i++) {
-            if (logits[i] == -INFINITY) continue;
-            const uint32_t high = token_bits((uint32_t)i, key[0], key[1]);
-            if (winner >= 0 && (float)(high >> 8) * 0x1p-24f > p[i] * best) continue;
-            const uint32_t low = token_bits((uint32_t)i, key[2], key[3]);
-            const double w = ((double)high + ((double)low + 0.5) * 0x1p-32) * 0x1p-32;
-            const double e = -log1p(-w), score = (double)logits[i] - log(e);
-            if (score > best_score) {
-                best_score = score;
-                winner = i;
-                best = (float)(e / exp((double)logits[i] - (double)max)) * 1.00001f;
-            }
-        }
-    }
-    return winner;
-}
-
-/* rows of logits [R, V] and keys [R, 4] -> out [R]; scratch is [R, V]. -1 where every logit is -inf. */
-void gumbel_argmax(const float *logits, int64_t r, int64_t v, const uint32_t *keys, float *scratch, int64_t *out,
-                   int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (r > 1)
-    for (int64_t i = 0; i < r; i++) out[i] = gumbel_argmax_row(logits + i * v, v, keys + i * 4, scratch + i * v);
 }
