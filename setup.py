@@ -17,8 +17,11 @@ setup(
         # Plain C behind ctypes: it needs no Python or torch headers, so it builds in a second.
         Extension(
             "specserve.models.cpu_kernels._kernels",
-            sources=["models/cpu_kernels/kernels.c"],
-            extra_compile_args=["-O3", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"],
+            sources=["models/cpu_kernels/kernels.c", "models/cpu_kernels/sampling.c"],
+            depends=["models/cpu_kernels/common.h"],
+            extra_compile_args=[
+                *("-O3", "-std=c11", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+            ],
             extra_link_args=["-fopenmp", "-lm"],
         )
     ],

@@ -64,6 +64,8 @@ def read_rope(
             raise ModelError(f"{source}: {name} of type {kind!r} needs {field}")
     if (number("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError(f"{source}: partial_rotary_factor other than 1 is not supported")
+    if (number("factor", None) or 1.0) < 1.0:
+        raise ModelError(f"{source}: {name}.factor is {given['factor']!r}; it must be at least 1")
     theta = number("rope_theta", None) or values.get("rope_theta") or default_theta
     original = values.get("original_max_position_embeddings") or number("original_max_position_embeddings", None)
     return RopeConfig(

@@ -132,7 +132,7 @@ def _show_config(config: ServerConfig) -> None:
     table = Table(title="specserve", show_header=False, title_justify="left")
     for name, options in sections.items():
         for index, (option, value) in enumerate(options.items()):
-            shown = "auto" if value is None else str(value)
+            shown = "-" if value is None else str(value)
             table.add_row(name if index == 0 else "", option, shown, end_section=index == len(options) - 1)
     Console().print(table)
 

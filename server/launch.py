@@ -49,17 +49,11 @@ def build(config: ServerConfig) -> Serving:
     )
     max_total_tokens = _fit_total_tokens(config.scheduler, max_total_tokens, num_blocks * block_size)
     engine = _engine(config, model, num_blocks, block_size, max_total_tokens, dtype, device)
-    description = _describe(config, files, model_config, tokenizer, max_total_tokens)
     return Serving(
         engine=engine,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
-        description=ModelDescription(
-            **description,
-            dtype=str(dtype).removeprefix("torch."),
-            device=device.type,
-            attention_backend=attention.name,
-        ),
+        description=_describe(config, files, model, tokenizer, max_total_tokens, dtype, device),
     )
 
 
@@ -130,26 +124,36 @@ def _engine(
 
 
 def _describe(
-    config: ServerConfig, files: ModelFiles, model_config: ModelConfig, tokenizer: Tokenizer, max_total_tokens: int
-) -> dict[str, object]:
+    config: ServerConfig,
+    files: ModelFiles,
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    max_total_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelDescription:
     max_input_tokens = config.scheduler.max_input_tokens or max_total_tokens - 1
     if not 0 < max_input_tokens < max_total_tokens:
         raise ConfigError(
             f"--max-input-tokens is {max_input_tokens}; it must be at least 1 and less than the total limit of "
             f"{max_total_tokens} tokens"
         )
-    eos_token_ids = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
-    if any(not 0 <= token_id < model_config.vocab_size for token_id in eos_token_ids):
-        raise ModelError(f"EOS ids {sorted(eos_token_ids)} are not all below vocab_size {model_config.vocab_size}")
-    return {
-        "model_id": files.model_id,
-        "revision": files.revision or "",
-        "model_type": model_config.model_type,
-        "num_shard": config.parallel.num_shard,
-        "vocab_size": model_config.vocab_size,
-        "eos_token_ids": tuple(sorted(eos_token_ids)),
-        "max_input_tokens": max_input_tokens,
-        "max_total_tokens": max_total_tokens,
-        "max_batch_tokens": config.scheduler.max_batch_tokens,
-        "max_batch_size": config.scheduler.max_batch_size,
-    }
+    vocab_size = model.config.vocab_size
+    eos_token_ids = {*model.config.eos_token_ids, *tokenizer.eos_token_ids}
+    if any(not 0 <= token_id < vocab_size for token_id in eos_token_ids):
+        raise ModelError(f"{files.path}: EOS ids {sorted(eos_token_ids)} must all be below vocab_size {vocab_size}")
+    return ModelDescription(
+        model_id=files.model_id,
+        revision=files.revision or "",
+        model_type=model.config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        attention_backend=model.attention.name,
+        num_shard=config.parallel.num_shard,
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
+        max_batch_size=config.scheduler.max_batch_size,
+    )

@@ -75,6 +75,7 @@ class FakeEngine:
         self.requests = []
         self.num_open = 0
         self.num_events = 0
+        self.others = ((5, -3.0),)  # likely tokens beside each
         self.error: Exception | None = None  # instead of event number `fail_at`
         self.fail_at = 0
         self.hold_at: int | None = None  # at this event, wait for `resume`
@@ -112,7 +113,7 @@ class FakeEngine:
             outputs, text, piece = [], "", None
             for token_id in self.tokens[2 * number : 2 * number + 2]:
                 piece = request.text_stream.push(token_id)
-                outputs.append(TokenOutput(token_id, -0.5, 1, ((token_id, -0.5), (5, -3.0)), piece.token_text))
+                outputs.append(TokenOutput(token_id, -0.5, 1, ((token_id, -0.5), *self.others), piece.token_text))
                 text += piece.delta
                 if piece.finish_reason:
                     break

@@ -56,7 +56,7 @@ def run(backend, case, window=None):
 
 def written_out(case, window):
     """Query by query, head by head, in float64."""
-    batch, q, k, v, keys, values = case
+    batch, q, k, _, keys, values = case
     _, keys, values = run(TorchAttention(), case)
     out = torch.zeros(q.shape, dtype=torch.float64)
     block_size, group = keys.shape[1], q.shape[1] // k.shape[1]

@@ -353,13 +353,19 @@ def gemma3_gguf(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_gemma3_equals_transformers(gemma3_gguf, model_helpers):
-    """Logits far past the window of 512, and greedy text."""
-    theirs = transformers_model(gemma3_gguf)
+    """Hidden states far past the window of 512, and greedy text.
+
+    A few positions are ill-conditioned: there, transformers in float32 is 1e-4 away from itself in float64.
+    """
+    theirs, ours = transformers_model(gemma3_gguf), model_helpers.load(gemma3_gguf)
     tokenizer = load_tokenizer(files(gemma3_gguf), 262144)
-    ids = tokenizer.encode(" ".join(f"{i} times {i + 3} is {i * (i + 3)}." for i in range(90)))
-    assert len(ids) > 900
-    (actual, _) = model_helpers.paged_logits(model_helpers.load(gemma3_gguf), [ids, ids[5:40]])
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0]
-    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
+    ids = tokenizer.encode(" ".join(f"{i} times {i + 3} is {i * (i + 3)}." for i in range(70)))
+    assert len(ids) > 800
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "compute_logits", lambda hidden: hidden)
+        (actual, _) = model_helpers.paged_logits(ours, [ids, ids[5:40]])
+        expected = theirs.model(torch.tensor([ids])).last_hidden_state[0]
+    errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() < 2e-5
+    assert errors.max() < 1e-3
     assert_greedy_equal(gemma3_gguf, theirs, tokenizer, model_helpers, 32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specserve.models.cpu_kernels import binding
+from specserve.models.sampling import row_ops
 from specserve.models.sampling.noise import Purpose, exponentials, gumbel_scores, row_keys
 
 V = 5000
@@ -70,16 +71,21 @@ def test_kernel_and_torch_draw_the_same_tokens():
     logits[6] = 0.0
     logits[7, 1234] = 80.0
     logits[8, :3000] = -torch.inf
+    logits[9, 3] = -torch.inf
     keys = row_keys([(seed * 77, 11) for seed in range(64)], Purpose.TARGET)
-    expected = gumbel_scores(logits, keys, torch.arange(3001).expand(64, -1)).argmax(dim=1)
-    assert torch.equal(binding.gumbel_argmax(logits, keys), expected)
-    assert len(expected.unique()) > 20  # else this compares little
-    assert int(binding.gumbel_argmax(torch.full((1, 9), -torch.inf), keys[:1])) == -1
+    token_ids = torch.arange(3001).expand(64, -1)
+    for inverse in (torch.ones(64), torch.linspace(0.3, 3.0, 64), torch.full((64,), 1e5)):
+        expected = gumbel_scores(row_ops.scale(logits, inverse), keys, token_ids).argmax(dim=1)
+        assert torch.equal(binding.gumbel_argmax(logits, inverse, keys), expected)
+        assert len(expected.unique()) > 20  # else this compares little
+    for bad in (torch.full((1, 9), -torch.inf), torch.tensor([[0.0, torch.nan]]), torch.tensor([[0.0, torch.inf]])):
+        assert int(binding.gumbel_argmax(bad, torch.ones(1), keys[:1])) == -1
 
 
 def test_kernel_draws_are_the_same_alone_and_in_company():
     logits = torch.randn(16, 1500, generator=torch.Generator().manual_seed(1))
     keys = row_keys([(seed, 5) for seed in range(16)], Purpose.TARGET)
-    together = binding.gumbel_argmax(logits, keys)
-    alone = torch.cat([binding.gumbel_argmax(logits[row : row + 1], keys[row : row + 1]) for row in range(16)])
+    one = torch.ones(16)
+    together = binding.gumbel_argmax(logits, one, keys)
+    alone = torch.cat([binding.gumbel_argmax(logits[row : row + 1], one, keys[row : row + 1]) for row in range(16)])
     assert torch.equal(together, alone)

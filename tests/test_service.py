@@ -253,6 +253,7 @@ async def test_a_client_that_does_not_read_frees_its_request(server_helpers, met
     """The handler waits for room to write then, not for the engine."""
     async with server_helpers.running(max_total_tokens=10**6) as server:
         server.engine.tokens = server.engine.tokens[:-1] * 20_000
+        server.engine.others *= 1000
         options = pb.ResponseOptions(logprobs=True, top_n_tokens=2)
         stopping = pb.StoppingParameters(max_new_tokens=500_000)
         channel = grpc.aio.insecure_channel(server.server.address)

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from specserve.models.sampling.params import SamplingParams
+from specserve.models.sampling.params import SampledToken, SamplingParams
 from specserve.models.sampling.sampler import Sampler
-from specserve.speculators.verify import VerifyRow, verify
+from specserve.speculators.verify import VerifyRow, _match, verify
 
 CPU = torch.device("cpu")
 V = 12
@@ -129,12 +129,10 @@ def test_the_law_of_sample_and_match_by_exact_enumeration():
         probability = 1.0
         for row, token in enumerate(drawn):
             probability *= float(law[drafts[:row]][token])
-        seen = []
-        for row, token in enumerate(drawn):
-            seen.append(token)
-            if row == 3 or token != drafts[row]:
-                break
-        emitted[tuple(seen)] = emitted.get(tuple(seen), 0.0) + probability
+        verified = _match([SampledToken(token) for token in drawn], drafts)
+        seen = tuple(token.token_id for token in verified.tokens)
+        emitted[seen] = emitted.get(seen, 0.0) + probability
+    assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
     for sequence, probability in emitted.items():
         expected = 1.0
         for index, token in enumerate(sequence):

@@ -23,6 +23,9 @@ class CpuAttention(TorchAttention):
     def prepare(self, batch: ForwardBatch) -> None:
         """Collect the addresses once a forward; they stay valid as long as the batch does."""
         super().prepare(batch)
+        assert batch.slot_mapping.dtype is torch.int64 and batch.slot_mapping.is_contiguous()
+        for tensor in (batch.block_tables, batch.cu_seqlens_q, batch.seq_lens):
+            assert tensor.dtype is torch.int32 and tensor.is_contiguous()
         self._struct = binding.AttentionBatch(
             num_tokens=batch.input_ids.shape[0],
             num_seqs=batch.seq_lens.shape[0],
@@ -51,6 +54,7 @@ class CpuAttention(TorchAttention):
     ) -> torch.Tensor:
         """See AttentionBackend. q, k and v may be slices of a packed projection."""
         num_tokens, num_heads, head_dim = q.shape
+        assert all(_has_heads_side_by_side(x) for x in (q, k, v))
         struct = self._struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = num_heads, k.shape[1], head_dim
         struct.block_size = key_cache.shape[1]
@@ -68,3 +72,8 @@ class CpuAttention(TorchAttention):
         for index in self._chunks:
             self.attend_one(index, q, key_cache, value_cache, batch, out, scale, sliding_window)
         return out
+
+
+def _has_heads_side_by_side(x: torch.Tensor) -> bool:
+    """Whether the kernel can read [N, H, D] row by row, however far apart the rows are."""
+    return x.dtype is torch.float32 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])

@@ -42,6 +42,8 @@ def attention_backend(
 def _automatic(device: torch.device, dtype: torch.dtype, block_size: int | None) -> str:
     if device.type == "cpu":
         return "cpu" if dtype is torch.float32 and binding.are_built() else "torch"
+    if device.type != "cuda":
+        return "torch"
     fits = block_size is None or block_size % FLASH_BLOCK_MULTIPLE == 0
     is_installed = importlib.util.find_spec("flash_attn") is not None
     return "flash" if is_installed and fits and dtype in (torch.float16, torch.bfloat16) else "torch"

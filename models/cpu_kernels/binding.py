@@ -1,4 +1,4 @@
-"""ctypes binding of kernels.c. All tensors are float32 on the CPU unless stated."""
+"""ctypes binding of the C kernels. All tensors are contiguous float32 on the CPU unless stated."""
 
 import ctypes
 import functools
@@ -22,38 +22,48 @@ class AttentionBatch(ctypes.Structure):
     )
 
 
+_SIGNATURES = {
+    "paged_attention": (
+        ctypes.c_int,
+        (ctypes.POINTER(AttentionBatch), *(_POINTER, _INT) * 3, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
+    ),
+    "rms_norm": (None, (_POINTER, _POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT)),
+    "gated_activation": (None, (_POINTER, _INT, _INT, _INT, _POINTER, _INT)),
+    "argmax": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
+    "row_mass": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
+    "sorted_head": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT)),
+    "gumbel_argmax": (None, (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT)),
+}
+
+
 class KernelsMissingError(RuntimeError):
-    """The compiled kernels aren't installed."""
+    """The compiled kernels can't be loaded."""
+
+
+def load_kernels(folder: Path) -> ctypes.CDLL:
+    """Load the library from its folder. torch is imported first, so that both share one OpenMP runtime.
+
+    Raises KernelsMissingError if it was never built or doesn't load.
+    """
+    candidates = [folder / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((candidate for candidate in candidates if candidate.exists()), None)
+    way_out = "install a C compiler and run `pip install -e .`, or start with --attention-backend torch"
+    if path is None:
+        raise KernelsMissingError(f"the CPU kernels are not built ({candidates[0].name} is not in {folder}); {way_out}")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise KernelsMissingError(f"the CPU kernels do not load ({error}); {way_out}") from error
+    return library
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """The library, loaded once. torch is imported first, so that both share one OpenMP runtime.
-
-    Raises KernelsMissingError if it was never built.
-    """
-    folder = Path(__file__).parent
-    candidates = [folder / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((candidate for candidate in candidates if candidate.exists()), None)
-    if path is None:
-        raise KernelsMissingError(
-            f"the CPU kernels are not built ({candidates[0].name} is not in {folder}); install a C compiler and "
-            "run `pip install -e .`, or start with --attention-backend torch"
-        )
-    library = ctypes.CDLL(str(path))
-    library.paged_attention.argtypes = (
-        ctypes.POINTER(AttentionBatch),
-        *(_POINTER, _INT) * 3,
-        *(_POINTER, _POINTER, _FLOAT, _INT, _POINTER),
-    )
-    library.paged_attention.restype = ctypes.c_int
-    library.rms_norm.argtypes = (_POINTER, _POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT)
-    library.rms_norm.restype = None
-    library.gated_activation.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER, _INT)
-    library.gated_activation.restype = None
-    library.gumbel_argmax.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT)
-    library.gumbel_argmax.restype = None
-    return library
+    """The library beside this file, loaded once. Raises KernelsMissingError."""
+    return load_kernels(Path(__file__).parent)
 
 
 @functools.cache
@@ -109,19 +119,45 @@ def _gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     return out
 
 
-def gumbel_argmax(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """A draw from softmax(logits [R, V]) for each row, under keys [R, 4] uint32 (models/sampling/noise.py).
-
-    [R] int64; -1 where every logit is -inf.
-    """
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """See row_ops.argmax."""
     out = torch.empty(logits.shape[0], dtype=torch.int64)
-    scratch = torch.empty_like(logits)
+    kernels().argmax(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def row_mass(logits: torch.Tensor) -> torch.Tensor:
+    """See row_ops.row_mass."""
+    out = torch.empty(logits.shape[0], 3, dtype=torch.float64)
+    kernels().row_mass(logits.data_ptr(), *logits.shape, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def sorted_head(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See row_ops.sorted_head."""
+    values = torch.empty(logits.shape[0], num_tokens)
+    token_ids = torch.empty(logits.shape[0], num_tokens, dtype=torch.int64)
+    if kernels().sorted_head(
+        logits.data_ptr(),
+        *logits.shape,
+        num_tokens,
+        values.data_ptr(),
+        token_ids.data_ptr(),
+        torch.get_num_threads(),
+    ):
+        raise MemoryError("no memory to sort a row of logits")
+    return values, token_ids
+
+
+def gumbel_argmax(logits: torch.Tensor, inverse_temperatures: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """See row_ops.gumbel_argmax; inverse_temperatures [R] is contiguous float32."""
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
     keys = np.ascontiguousarray(keys, dtype=np.uint32)
     kernels().gumbel_argmax(
         logits.data_ptr(),
         *logits.shape,
+        inverse_temperatures.data_ptr(),
         keys.ctypes.data,
-        scratch.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )

@@ -21,6 +21,8 @@
 #define SIMD(clauses) PRAGMA_(omp simd clauses)
 #define PRAGMA_(text) _Pragma(#text)
 
+typedef float vector8 __attribute__((vector_size(32), aligned(4), may_alias));
+
 /* exp for x <= 88, about 1 ulp (the polynomial of Cephes' expf); vectorizes where libm's does not. */
 static inline float exp_(float x) {
     x = x < -87.3f ? -87.3f : (x > 88.0f ? 88.0f : x);

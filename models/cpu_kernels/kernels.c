@@ -4,8 +4,8 @@
  * Plain C behind ctypes (binding.py). */
 #include "common.h"
 
-/* Keys per work item of the attention kernel. */
-#define PARTITION 256
+/* Keys per work item of the attention kernel: few enough to stay in the first cache for all query rows. */
+#define PARTITION 64
 /* Elements below which waking the other threads costs more than it saves. */
 #define SERIAL_ELEMENTS 32768
 
@@ -28,51 +28,90 @@ typedef struct {
     int64_t out;                       /* index of the item's first partial row */
 } Item;
 
-/* Scores, softmax and weighted values of M query rows over the keys first .. last-1 of one kv head.
- * query row m = token * group + g sees keys in [lo, hi) where hi = seq_len - len_q + token + 1.
- * partial: M rows of (max, sum, acc[D]). */
+/* out[t] = scale * query . keys[offsets[t]]. Lanes are kept apart in the inner loop and summed afterwards. */
+static inline void dots(const float *query, const float *keys, const int64_t *offsets, int64_t n, int64_t d, float scale,
+                        float *out) {
+    float lanes[PARTITION][8];
+    const int64_t whole = d / 8 * 8;
+    for (int64_t t = 0; t < n; t++) {
+        const float *key = keys + offsets[t];
+        vector8 even = {0}, odd = {0};
+        int64_t i = 0;
+        for (; i + 16 <= whole; i += 16) {
+            even += *(const vector8 *)(query + i) * *(const vector8 *)(key + i);
+            odd += *(const vector8 *)(query + i + 8) * *(const vector8 *)(key + i + 8);
+        }
+        if (i < whole) even += *(const vector8 *)(query + i) * *(const vector8 *)(key + i);
+        *(vector8 *)lanes[t] = even + odd;
+        for (i = whole; i < d; i++) lanes[t][0] += query[i] * key[i];
+    }
+    SIMD()
+    for (int64_t t = 0; t < n; t++)
+        out[t] = scale * (((lanes[t][0] + lanes[t][4]) + (lanes[t][1] + lanes[t][5])) +
+                          ((lanes[t][2] + lanes[t][6]) + (lanes[t][3] + lanes[t][7])));
+}
+
+/* out[i] = sum over t of weights[t] * values[offsets[t] + i], with the sums of 32 and of 8 dimensions in registers. */
+static inline void weighted_sum(const float *weights, const float *values, const int64_t *offsets, int64_t n, int64_t d,
+                                float *out) {
+    int64_t i = 0;
+    for (; i + 32 <= d; i += 32) {
+        vector8 sums[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t t = 0; t < n; t++) {
+            const float *value = values + offsets[t] + i;
+            for (int j = 0; j < 4; j++) sums[j] += weights[t] * *(const vector8 *)(value + 8 * j);
+        }
+        for (int j = 0; j < 4; j++) *(vector8 *)(out + i + 8 * j) = sums[j];
+    }
+    for (; i + 8 <= d; i += 8) {
+        vector8 sum = {0};
+        for (int64_t t = 0; t < n; t++) sum += weights[t] * *(const vector8 *)(values + offsets[t] + i);
+        *(vector8 *)(out + i) = sum;
+    }
+    for (; i < d; i++) {
+        out[i] = 0.0f;
+        for (int64_t t = 0; t < n; t++) out[i] += weights[t] * values[offsets[t] + i];
+    }
+}
+
+/* Scores, softmax and weighted values of all query rows of one kv head over the keys first .. last-1.
+ * Query row m = token * group + g sees keys below seq_len - len_q + token + 1, and no further back than the window.
+ * partial: for each row its max, sum and acc[D]. */
 CLONED static void attend(const AttentionBatch *b, const Item *item, const float *q, int64_t q_stride, const float *keys,
                           const float *values, float scale, int64_t window, float *partial) {
-    const int64_t d = b->head_dim, group = b->num_heads / b->num_kv_heads;
-    const int64_t kv_stride = b->num_kv_heads * d;
+    const int64_t d = b->head_dim, group = b->num_heads / b->num_kv_heads, block_size = b->block_size;
     const int64_t start = b->cu_seqlens_q[item->seq], len_q = b->cu_seqlens_q[item->seq + 1] - start;
     const int64_t seq_len = b->seq_lens[item->seq];
     const int32_t *table = b->block_tables + item->seq * b->max_blocks;
-    float scores[PARTITION];
+    int64_t offsets[PARTITION]; /* of the keys and values in the cache */
+    for (int64_t t = item->first; t < item->last; t++)
+        offsets[t - item->first] =
+            ((table[t / block_size] * block_size + t % block_size) * b->num_kv_heads + item->kv_head) * d;
+    for (int64_t t = 0; t < item->last - item->first; t++)
+        for (int64_t i = 0; i < d; i += 16) {
+            __builtin_prefetch(keys + offsets[t] + i);
+            __builtin_prefetch(values + offsets[t] + i);
+        }
     for (int64_t m = 0; m < len_q * group; m++) {
         const int64_t token = m / group, head = item->kv_head * group + m % group;
-        const float *query = q + (start + token) * q_stride + head * d;
         int64_t hi = seq_len - len_q + token + 1, lo = window > 0 && hi > window ? hi - window : 0;
         if (lo < item->first) lo = item->first;
         if (hi > item->last) hi = item->last;
-        float *row = partial + m * (d + 2), *acc = row + 2, max = -INFINITY, sum = 0.0f;
-        memset(acc, 0, d * sizeof(float));
-        for (int64_t t = lo; t < hi; t++) {
-            const float *key = keys + ((int64_t)table[t / b->block_size] * b->block_size + t % b->block_size) * kv_stride +
-                               item->kv_head * d;
-            float dot = 0.0f;
-            SIMD(reduction(+ : dot))
-            for (int64_t i = 0; i < d; i++) dot += query[i] * key[i];
-            scores[t - lo] = dot * scale;
-            if (scores[t - lo] > max) max = scores[t - lo];
-        }
-        /* A NaN must come out as NaN, so the maximum is not what decides whether there are keys. */
-        const int64_t n = hi > lo ? hi - lo : 0;
-        SIMD() for (int64_t i = 0; i < n; i++) {
-            const float s = scores[i] - max;
-            scores[i] = s == s ? exp_(s) : s;
-        }
+        const int64_t n = hi > lo ? hi - lo : 0, *where = offsets + (n ? lo - item->first : 0);
+        float scores[PARTITION], max = -INFINITY, sum = 0.0f;
+        dots(q + (start + token) * q_stride + head * d, keys, where, n, d, scale, scores);
+        SIMD(reduction(max : max))
+        for (int64_t i = 0; i < n; i++) max = scores[i] > max ? scores[i] : max;
         SIMD(reduction(+ : sum))
-        for (int64_t i = 0; i < n; i++) sum += scores[i];
-        for (int64_t t = lo; t < hi; t++) {
-            const float *value = values +
-                                 ((int64_t)table[t / b->block_size] * b->block_size + t % b->block_size) * kv_stride +
-                                 item->kv_head * d;
-            const float p = scores[t - lo];
-            SIMD() for (int64_t i = 0; i < d; i++) acc[i] += p * value[i];
+        for (int64_t i = 0; i < n; i++) {
+            const float s = scores[i] - max;
+            scores[i] = s == s ? exp_(s) : s; /* NaN stays NaN */
+            sum += scores[i];
         }
+        float *row = partial + m * (d + 2);
         row[0] = max;
         row[1] = sum;
+        weighted_sum(scores, values, where, n, d, row + 2);
     }
 }
 
@@ -113,11 +152,12 @@ int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, c
         const int64_t len_q = b->cu_seqlens_q[s + 1] - b->cu_seqlens_q[s], len = b->seq_lens[s];
         first_item[s] = num_items;
         if (len_q > b->max_query_len) continue;
-        int64_t seen_from = window > 0 && len - len_q + 1 > window ? len - len_q + 1 - window : 0;
-        for (int64_t h = 0; h < b->num_kv_heads; h++)
-            for (int64_t p = seen_from / PARTITION * PARTITION; p < len; p += PARTITION) {
-                Item item = {(int32_t)s, (int32_t)h, (int32_t)p, (int32_t)(p + PARTITION < len ? p + PARTITION : len), num_rows};
-                items[num_items++] = item;
+        const int64_t seen_from = window > 0 && len - len_q + 1 > window ? len - len_q + 1 - window : 0;
+        /* The heads of a partition follow each other, as they do in memory. */
+        for (int64_t p = seen_from / PARTITION * PARTITION; p < len; p += PARTITION)
+            for (int64_t h = 0; h < b->num_kv_heads; h++) {
+                const int64_t last = p + PARTITION < len ? p + PARTITION : len;
+                items[num_items++] = (Item){(int32_t)s, (int32_t)h, (int32_t)p, (int32_t)last, num_rows};
                 num_rows += len_q * group;
             }
     }
@@ -135,7 +175,7 @@ int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, c
             const int64_t parts = (first_item[s + 1] - first_item[s]) / b->num_kv_heads;
             for (int64_t h = 0; parts && h < b->num_kv_heads; h++)
                 for (int64_t m = 0; m < rows; m++)
-                    merge(partials + (items[first_item[s] + h * parts].out + m) * (d + 2), parts, rows * (d + 2), d,
+                    merge(partials + (items[first_item[s] + h].out + m) * (d + 2), parts, b->num_kv_heads * rows * (d + 2), d,
                           out + ((start + m / group) * b->num_heads + h * group + m % group) * d);
         }
     }

@@ -3,7 +3,7 @@
 No generator has a state, so that a token's noise is the same in any batch, with any number of drafts, after a
 preemption and after a restart. A row's key is made of seed, position and purpose by SplitMix64 (Steele et al.
 2014); a token's bits come from two rounds of a bijective 32-bit mixer under that key, the same integers here and
-in models/cpu_kernels/kernels.c. Two lanes of 32 bits make w = 1 - u in (0, 1) with a resolution of 2**-64, since
+in models/cpu_kernels/sampling.c. Two lanes of 32 bits make w = 1 - u in (0, 1) with a resolution of 2**-64, since
 rare tokens win with a small w.
 """
 
@@ -58,7 +58,7 @@ def exponentials(keys: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
     high = _mix(_mix((token_ids + lanes[:, 0:1]) & _MASK32) ^ lanes[:, 1:2])
     low = _mix(_mix((token_ids + lanes[:, 2:3]) & _MASK32) ^ lanes[:, 3:4])
     w = (high.double() + (low.double() + 0.5) * 2.0**-32) * 2.0**-32
-    return -torch.log1p(-w)
+    return -torch.log1p(-w.clamp(max=1 - 2.0**-53))
 
 
 def gumbel_scores(logits: torch.Tensor, keys: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:

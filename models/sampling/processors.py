@@ -1,34 +1,39 @@
 """From raw logits to the distribution that is sampled, in the order of Hugging Face `generate`.
 
 repetition penalty, frequency and presence penalties, min_new_tokens; then temperature, top-k, top-p, min-p,
-typical-p. Each exists once, on rows of a batch at a time. The truncations work on tokens sorted by logit; as a
-rule the HEAD likeliest hold all survivors, and only the rows for which they don't are sorted whole.
+typical-p. Each exists once, for rows of a batch at a time. The truncations work on tokens sorted by logit, ties by
+id; as a rule the few likeliest hold all survivors, and only rows for which they don't are sorted further.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-HEAD = 1024
+from specserve.models.sampling.row_ops import row_mass, sorted_head
+
+# So many of the likeliest tokens are looked at first, and next; then all.
+HEADS = (256, 4096)
 
 
-def apply_penalties(
-    logits: torch.Tensor,  # [S, V], changed in place
-    seen: torch.Tensor,  # [S, V] bool: in prompt or answer
-    counts: torch.Tensor,  # [S, V] times generated
-    repetition: torch.Tensor,  # [S, 1]
-    frequency: torch.Tensor,  # [S, 1]
-    presence: torch.Tensor,  # [S, 1]
-) -> None:
-    """Repetition as in CTRL (arXiv 1909.05858) over prompt and answer; the others as in the OpenAI API."""
+def penalise(
+    logits: torch.Tensor,  # [n]
+    counts: torch.Tensor,  # [n] times generated
+    repetition: torch.Tensor,  # [n]
+    frequency: torch.Tensor,  # [n]
+    presence: torch.Tensor,  # [n]
+) -> torch.Tensor:
+    """Logits of tokens seen in prompt or answer, [n] -> [n].
+
+    Repetition as in CTRL (arXiv 1909.05858), for all of them; frequency and presence, as in the OpenAI API, for
+    those generated.
+    """
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-    torch.where(seen, penalised, logits, out=logits)
-    logits -= frequency * counts + presence * (counts > 0)
+    return penalised - frequency * counts - presence * (counts > 0)
 
 
 @dataclass(slots=True)
 class Truncation:
-    """Parameters of S rows, each [S, 1]; top_k 0 (and less than V) and the others at 1 (min_p: 0) are off."""
+    """Parameters of S rows, each [S, 1]. Off: top_k 0, top_p 1, min_p 0, typical_p 1; top_k is less than V."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -43,68 +48,86 @@ class Truncation:
 def truncate(logits: torch.Tensor, params: Truncation) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Logits [S, V] after temperature -> groups of (row indices [s], logits [s, n], token ids [s, n]).
 
-    Every row is in one group. Tokens that don't survive have -inf; a row's survivors are the same whichever
-    group it is in.
+    Every row is in one group. Tokens that don't survive have -inf; a row's survivors do not depend on the group.
     """
     vocab_size = logits.shape[1]
-    log_z = logits.logsumexp(dim=1, keepdim=True)
-    values, token_ids = logits.topk(min(HEAD, vocab_size), dim=1)
-    kept, is_whole = _survivors(values, log_z, params, is_all=vocab_size <= HEAD)
+    mass = row_mass(logits)
+    todo = torch.arange(len(logits), device=logits.device)
     groups = []
-    head_rows = is_whole.nonzero()[:, 0]
-    if len(head_rows):
-        groups.append((head_rows, kept[head_rows], token_ids[head_rows]))
-    other_rows = (~is_whole).nonzero()[:, 0]
-    if len(other_rows):
-        values, token_ids = logits[other_rows].sort(dim=1, descending=True, stable=True)
-        kept, _ = _survivors(values, log_z[other_rows], params.rows(other_rows), is_all=True)
-        groups.append((other_rows, kept, token_ids))
+    for size in (*(head for head in HEADS if head < vocab_size), vocab_size):
+        values, token_ids = sorted_head(logits[todo], size)
+        kept, is_done = _survivors(values, mass[todo], params.rows(todo), is_all=size == vocab_size)
+        done = is_done.nonzero()[:, 0]
+        if len(done):
+            groups.append((todo[done], kept[done], token_ids[done]))
+        todo = todo[(~is_done).nonzero()[:, 0]]
+        if not len(todo):
+            break
     return groups
 
 
 def _survivors(
-    values: torch.Tensor, log_z: torch.Tensor, params: Truncation, *, is_all: bool
+    values: torch.Tensor, mass: torch.Tensor, params: Truncation, *, is_all: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorted logits [S, n], the likeliest of each row -> (the same with -inf where truncated, is_whole [S]).
+    """The n largest logits [S, n], sorted, and the row_mass [S, 3] -> (-inf where truncated [S, n], is_done [S]).
 
-    is_whole says for each row whether all its survivors are among the n.
+    A row is done if these n hold all its survivors, and if they suffice to tell.
     """
-    num_tokens = values.shape[1]
+    largest, total, weighted = (mass[:, column : column + 1] for column in range(3))
+    # Closed: nothing behind the n tokens survives what was applied so far.
+    is_closed = torch.full_like(params.top_k, is_all, dtype=torch.bool)
     # Top-k; ties with the k-th stay, as in Hugging Face's.
-    uses_top_k = (params.top_k > 0) & (params.top_k <= num_tokens)
-    kth = values.gather(1, (params.top_k - 1).clamp(0, num_tokens - 1))
+    uses_top_k = params.top_k > 0
+    kth = values.gather(1, (params.top_k - 1).clamp(0, values.shape[1] - 1))
     values = values.masked_fill(uses_top_k & (values < kth), -torch.inf)
-    is_cut = uses_top_k & (values[:, -1:] == -torch.inf)  # nothing behind the n tokens survives
-    # The steps that follow need the mass of what top-k left, so they can only be judged here if it was cut here.
-    is_judged_here = (params.top_k == 0) | is_cut
-    log_z = torch.where(uses_top_k, values.logsumexp(1, keepdim=True), log_z)
+    is_closed = is_closed | (uses_top_k & (values[:, -1:] == -torch.inf))
+    knows_mass = is_closed | ~uses_top_k
     # Top-p: a token goes if those before it have the mass already. The first one stays.
-    mass_before = _mass_before((values - log_z).exp())
+    weights = (values - largest).double().exp()
+    cumulative = weights.cumsum(dim=1)
+    total = torch.where(is_closed, cumulative[:, -1:], total)
     uses_top_p = params.top_p < 1
-    values = values.masked_fill(uses_top_p & (mass_before >= params.top_p), -torch.inf)
-    is_cut = is_cut | (uses_top_p & (values[:, -1:] == -torch.inf))
+    values = values.masked_fill(uses_top_p & (cumulative - weights >= params.top_p * total), -torch.inf)
+    is_closed = is_closed | (uses_top_p & (values[:, -1:] == -torch.inf))
     # Min-p.
     uses_min_p = params.min_p > 0
     values = values.masked_fill(uses_min_p & (values - values[:, :1] < params.min_p.log()), -torch.inf)
-    is_cut = is_cut | (uses_min_p & (values[:, -1:] == -torch.inf))
-    # Locally typical (arXiv 2202.00666): keep the tokens whose surprise is closest to the entropy.
+    is_closed = is_closed | (uses_min_p & (values[:, -1:] == -torch.inf))
     uses_typical = params.typical_p < 1
     if bool(uses_typical.any()):
-        values = torch.where(uses_typical, _typical(values, params.typical_p), values)
-    return values, ((is_cut & is_judged_here) | is_all)[:, 0]
+        is_cut = uses_top_k | uses_top_p | uses_min_p
+        typical, is_done = _typical(values - largest, params.typical_p, total, weighted, is_closed, is_cut)
+        values = torch.where(uses_typical & ~typical, -torch.inf, values)
+        is_closed = torch.where(uses_typical, is_done, is_closed)
+    return values, (is_closed & knows_mass)[:, 0]
 
 
-def _mass_before(probabilities: torch.Tensor) -> torch.Tensor:
-    """[S, n] -> [S, n]: the sum of the probabilities before each."""
-    before = probabilities.cumsum(dim=1).roll(1, dims=1)
-    before[:, 0] = 0
-    return before
+def _typical(
+    shifted: torch.Tensor,  # [S, n]: logits less the largest, -inf where truncated already
+    typical_p: torch.Tensor,
+    total: torch.Tensor,  # [S, 1] float64, of the whole row
+    weighted: torch.Tensor,  # [S, 1] float64, of the whole row
+    is_closed: torch.Tensor,
+    is_cut: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Locally typical (arXiv 2202.00666): the tokens whose surprise is closest to the entropy.
 
-
-def _typical(values: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    log_p = values.log_softmax(dim=1)
-    entropy = -(log_p.exp() * log_p).nansum(dim=1, keepdim=True)
-    distance, order = (-log_p - entropy).abs().sort(dim=1, stable=True)
-    cumulative = log_p.gather(1, order).exp().cumsum(dim=1)
-    last = (cumulative < mass).sum(dim=1, keepdim=True).clamp(max=values.shape[1] - 1)
-    return values.masked_fill((-log_p - entropy).abs() > distance.gather(1, last), -torch.inf)
+    -> (is_typical [S, n], is_done [S, 1]). Rows that nothing has cut may be told from the head: the tokens behind
+    it are at least as far as its last one, if that is on the far side.
+    """
+    shifted = shifted.double()
+    weights = shifted.exp()
+    own_weighted = torch.where(weights > 0, shifted * weights, 0.0).cumsum(dim=1)[:, -1:]
+    total = torch.where(is_closed, weights.cumsum(dim=1)[:, -1:], total)
+    weighted = torch.where(is_closed, own_weighted, weighted)
+    log_total = total.log()
+    entropy = log_total - weighted / total
+    distance = (log_total - shifted - entropy).abs()
+    by_distance, order = distance.sort(dim=1, stable=True)
+    cumulative = (weights / total).gather(1, order).cumsum(dim=1)
+    last = (cumulative < typical_p).sum(dim=1, keepdim=True)
+    is_reached = last < shifted.shape[1]
+    furthest = by_distance.gather(1, last.clamp(max=shifted.shape[1] - 1))
+    next_distance = log_total - shifted[:, -1:] - entropy
+    is_done = is_closed | (~is_cut & is_reached & (furthest < next_distance))
+    return distance <= furthest, is_done

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specserve.models.cpu_kernels import binding
+from specserve.models.sampling.history import History
 from specserve.models.sampling.noise import Purpose, gumbel_scores, row_keys
 from specserve.models.sampling.params import SampledToken, SamplingParams
-from specserve.models.sampling.processors import Truncation, apply_penalties, truncate
+from specserve.models.sampling.processors import Truncation, penalise, truncate
+from specserve.models.sampling.row_ops import argmax, gumbel_argmax, log_z, scale, sorted_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,147 +33,121 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._params: list[SamplingParams | None] = [None] * max_rows
+        self._histories: dict[int, History] = {}  # of the row slots with penalties
         self._suppressed: dict[int, torch.Tensor] = {}
-        # temperature, top_k, top_p, min_p, typical_p, repetition, frequency, presence of each row slot
-        self._values = torch.zeros(max_rows, 8, dtype=torch.float64, device=device)
-        # Histories, allocated when the first sequence with a penalty comes.
-        self._counts: torch.Tensor | None = None  # [max_rows, V] int32: times generated
-        self._in_prompt: torch.Tensor | None = None  # [max_rows, V] bool
+        # inverse temperature, top_k, top_p, min_p, typical_p of each row slot
+        self._values = torch.zeros(max_rows, 5, dtype=torch.float64, device=device)
 
     def admit(
         self, row_slot: int, params: SamplingParams, prompt_token_ids: list[int], output_token_ids: list[int]
     ) -> None:
         """Take a sequence in; after a preemption, with the tokens it has generated already."""
+        assert self._params[row_slot] is None, f"row slot {row_slot} holds a sequence already"
         self._params[row_slot] = params
-        self._values[row_slot] = torch.tensor(
-            [
-                params.temperature,
-                params.top_k if params.top_k < self._vocab_size else 0,
-                params.top_p,
-                params.min_p,
-                params.typical_p,
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            ],
-            dtype=torch.float64,
-        )
-        if params.min_new_tokens and params.suppressed_ids:
-            self._suppressed[row_slot] = torch.tensor(params.suppressed_ids, device=self._device)
+        if not params.is_greedy:
+            top_k = params.top_k if params.top_k < self._vocab_size else 0
+            values = (1 / params.temperature, top_k, params.top_p, params.min_p, params.typical_p)
+            self._values[row_slot] = torch.tensor(values, dtype=torch.float64)
+        # An id beyond the vocabulary can't be chosen anyway.
+        suppressed = [token_id for token_id in params.suppressed_ids if token_id < self._vocab_size]
+        if params.min_new_tokens and suppressed:
+            self._suppressed[row_slot] = torch.tensor(suppressed, device=self._device)
         if params.uses_penalties:
-            counts, in_prompt = self._histories()
-            in_prompt[row_slot, self._ids(prompt_token_ids)] = True
-            self._add(counts[row_slot], output_token_ids)
+            self._histories[row_slot] = History(prompt_token_ids, output_token_ids)
 
     def release(self, row_slot: int) -> None:
         """Forget a sequence; nothing of it reaches the next one in its slot."""
-        params = self._params[row_slot]
-        if params is not None and params.uses_penalties:
-            counts, in_prompt = self._histories()
-            counts[row_slot] = 0
-            in_prompt[row_slot] = False
         self._params[row_slot] = None
+        self._histories.pop(row_slot, None)
         self._suppressed.pop(row_slot, None)
 
     def accept(self, row_slot: int, token_ids: list[int]) -> None:
         """Emitted tokens enter the history that penalties see."""
-        if self._of(row_slot).uses_penalties:
-            self._add(self._histories()[0][row_slot], token_ids)
+        history = self._histories.get(row_slot)
+        if history is not None:
+            history.add(token_ids)
 
     def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
-        """One token for each row of logits [R, V] (float32, not changed); id None where they aren't finite."""
+        """One token for each row of logits [R, V] (float32, not changed); id None if there is a NaN or +inf."""
         assert logits.shape == (len(rows), self._vocab_size)
-        is_finite = logits.sum(dim=1).isfinite()
-        chosen = logits.argmax(dim=1)  # the greedy ones stand
+        chosen = argmax(logits)  # the plain greedy ones stand
         touched = [index for index, row in enumerate(rows) if not self._is_plain_greedy(row)]
         if touched:
-            indices = torch.tensor(touched, device=self._device)
-            some_rows = [rows[index] for index in touched]
-            chosen[indices] = self._draw(logits[indices], some_rows)
-        token_ids = torch.where(is_finite, chosen, -1).tolist()
-        return self._with_logprobs(logits, rows, token_ids)
+            indices = self._tensor(touched)
+            drawn = self._choose(logits[indices], [rows[index] for index in touched])
+            chosen[indices] = torch.where(chosen[indices] < 0, -1, drawn)
+        return self._with_logprobs(logits, rows, chosen.tolist())
 
     # ---- choosing
 
     def _is_plain_greedy(self, row: SampleRow) -> bool:
-        params = self._of(row.row_slot)
-        return params.is_greedy and not params.uses_penalties and not self._is_suppressed(row)
+        is_changed = row.row_slot in self._histories or self._is_suppressed(row)
+        return self._of(row.row_slot).is_greedy and not is_changed
 
     def _is_suppressed(self, row: SampleRow) -> bool:
         num_tokens = row.num_output_tokens + len(row.draft_prefix)
         return row.row_slot in self._suppressed and num_tokens < self._of(row.row_slot).min_new_tokens
 
-    def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
-        """Logits [S, V], which are changed -> [S] token ids."""
-        self._apply_histories(logits, rows)
-        for index, row in enumerate(rows):
-            if self._is_suppressed(row):
-                logits[index, self._suppressed[row.row_slot]] = -torch.inf
-        chosen = logits.argmax(dim=1)
-        sampled = [index for index, row in enumerate(rows) if not self._of(row.row_slot).is_greedy]
-        whole = [i for i in sampled if not self._of(rows[i].row_slot).truncates]
-        truncated = [i for i in sampled if self._of(rows[i].row_slot).truncates]
+    def _choose(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+        """Logits [S, V], which are changed -> [S] token ids, -1 where none can be chosen."""
+        self._process(logits, rows)
+        of = [self._of(row.row_slot) for row in rows]
+        greedy = [i for i, params in enumerate(of) if params.is_greedy]
+        whole = [i for i, params in enumerate(of) if not params.is_greedy and not params.truncates]
+        truncated = [i for i, params in enumerate(of) if not params.is_greedy and params.truncates]
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        if greedy:
+            chosen[greedy] = argmax(logits[greedy])
         for indices, draw in ((whole, self._draw_whole), (truncated, self._draw_truncated)):
             if indices:
                 some_rows = [rows[i] for i in indices]
-                values = self._values[[row.row_slot for row in some_rows]]
-                scaled = logits[indices]
-                scaled = ((scaled - scaled.amax(1, keepdim=True)) / values[:, :1]).float()
                 keys = row_keys(((self._of(r.row_slot).seed, r.position) for r in some_rows), Purpose.TARGET)
-                chosen[indices] = draw(scaled, values, keys)
+                values = self._values[self._tensor([row.row_slot for row in some_rows])]
+                chosen[indices] = draw(logits[indices], values, keys)
         return chosen
 
     def _draw_whole(self, logits: torch.Tensor, values: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-        if binding.is_supported(logits) and binding.are_built():
-            return binding.gumbel_argmax(logits, keys)
-        token_ids = torch.arange(self._vocab_size, device=self._device).expand(logits.shape)
-        return gumbel_scores(logits, keys, token_ids).argmax(dim=1)
+        return gumbel_argmax(logits, values[:, 0].float().contiguous(), keys)
 
     def _draw_truncated(self, logits: torch.Tensor, values: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-        top_k, top_p, min_p, typical_p = (values[:, column : column + 1] for column in range(1, 5))
-        params = Truncation(top_k.long(), top_p.float(), min_p.float(), typical_p.float())
-        chosen = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
-        for row_indices, kept, token_ids in truncate(logits, params):
-            scores = gumbel_scores(kept, keys[row_indices.cpu().numpy()], token_ids)
-            best = scores.argmax(dim=1, keepdim=True)
-            chosen[row_indices] = token_ids.gather(1, best)[:, 0]
+        chosen = argmax(logits)  # -1 stays where no draw can be made
+        finite = (chosen >= 0).nonzero()[:, 0]
+        values = values[finite]
+        _, top_k, top_p, min_p, typical_p = (values[:, column : column + 1] for column in range(5))
+        scaled = scale(logits[finite], values[:, 0].float())
+        for row_indices, kept, token_ids in truncate(scaled, Truncation(top_k.long(), top_p, min_p, typical_p)):
+            where = finite[row_indices]
+            best = gumbel_scores(kept, keys[where.cpu().numpy()], token_ids).argmax(dim=1, keepdim=True)
+            chosen[where] = token_ids.gather(1, best)[:, 0]
         return chosen
 
-    # ---- histories
+    # ---- penalties and masks
 
-    def _apply_histories(self, logits: torch.Tensor, rows: list[SampleRow]) -> None:
-        indices = [index for index, row in enumerate(rows) if self._of(row.row_slot).uses_penalties]
-        if not indices:
-            return
-        all_counts, all_in_prompt = self._histories()
-        slots = [rows[index].row_slot for index in indices]
-        counts = all_counts[slots]  # a copy: drafts leave no trace
-        for copy_index, index in enumerate(indices):
-            self._add(counts[copy_index], list(rows[index].draft_prefix))
-        penalties = self._values[slots].float()
-        some = logits[indices]
-        apply_penalties(
-            some,
-            all_in_prompt[slots] | (counts > 0),
-            counts,
-            *(penalties[:, column : column + 1] for column in range(5, 8)),
+    def _process(self, logits: torch.Tensor, rows: list[SampleRow]) -> None:
+        """Apply penalties and min_new_tokens to logits [S, V], in place."""
+        penalised = [(index, row) for index, row in enumerate(rows) if row.row_slot in self._histories]
+        if penalised:
+            self._apply_penalties(logits, penalised)
+        for index, row in enumerate(rows):
+            if self._is_suppressed(row):
+                logits[index, self._suppressed[row.row_slot]] = -torch.inf
+
+    def _apply_penalties(self, logits: torch.Tensor, rows: list[tuple[int, SampleRow]]) -> None:
+        """All rows' seen tokens in one flat gather and scatter."""
+        seen = [self._histories[row.row_slot].seen(row.draft_prefix) for _, row in rows]
+        sizes = [len(token_ids) for token_ids, _ in seen]
+        of = [self._of(row.row_slot) for _, row in rows]
+        strengths = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of]
+        flat = np.repeat(np.array(strengths, dtype=np.float32), sizes, axis=0).T
+        where = (
+            self._tensor(np.repeat([index for index, _ in rows], sizes)),
+            self._tensor(np.concatenate([token_ids for token_ids, _ in seen])),
         )
-        logits[indices] = some
+        counts = self._tensor(np.concatenate([counts for _, counts in seen]))
+        logits[where] = penalise(logits[where], counts, *(self._tensor(column) for column in flat))
 
-    def _histories(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._counts is None or self._in_prompt is None:
-            shape = (len(self._params), self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        return self._counts, self._in_prompt
-
-    def _add(self, counts: torch.Tensor, token_ids: list[int]) -> None:
-        if token_ids:
-            ids = self._ids(token_ids)
-            counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-
-    def _ids(self, token_ids: list[int]) -> torch.Tensor:
-        return torch.tensor(token_ids, dtype=torch.int64, device=self._device)
+    def _tensor(self, values: list[int] | np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, device=self._device)
 
     def _of(self, row_slot: int) -> SamplingParams:
         params = self._params[row_slot]
@@ -194,18 +169,13 @@ def score_tokens(logits: torch.Tensor, token_ids: list[int], top_n: int) -> list
     """Log-probability, rank and the top_n likeliest for one given token a row of raw logits [R, V]."""
     if not token_ids:
         return []
-    log_z = logits.logsumexp(dim=1)
+    normalizers = log_z(logits)
     chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     ranks = ((logits > chosen).sum(dim=1) + 1).tolist()
-    logprobs = (chosen[:, 0] - log_z).tolist()
+    logprobs = (chosen[:, 0] - normalizers).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
     if top_n:
-        # Ties are ordered by id, which topk does not promise: look a little further, then sort.
-        width = min(top_n + 16, logits.shape[1])
-        values, ids = logits.topk(width, dim=1)
-        pairs = zip(ids.tolist(), (values - log_z[:, None]).tolist(), strict=True)
-        tops = [
-            tuple(sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:top_n])
-            for row_ids, row_values in pairs
-        ]
+        values, ids = sorted_head(logits, min(top_n, logits.shape[1]))
+        pairs = zip(ids.tolist(), (values - normalizers[:, None]).tolist(), strict=True)
+        tops = [tuple(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]
     return [SampledToken(*fields) for fields in zip(token_ids, logprobs, ranks, tops, strict=True)]

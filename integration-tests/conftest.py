@@ -1,0 +1,181 @@
+"""Real server processes, real gRPC, real small models. Ports are free ones; every process is ended by its own id."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from specserve.models.config import load_config
+from specserve.models.hub import resolve_model
+from specserve.router_client.client import Client
+from specserve.server.tokenizer import load_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
+START_SECONDS = 120
+# Long drains are tested where they matter; fixtures should end quickly.
+LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
+
+
+class ServerProcess:
+    """`specserve serve` as a process of its own; its output is kept for messages of failed tests."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "specserve.server", "serve", *args]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> str:
+        """The address, once the server says that it is ready."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for line in self.lines:
+                if match := READY.search(line):
+                    return match[1]
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.output}"
+            time.sleep(0.05)
+        raise AssertionError(f"not ready after {seconds} s:\n{self.output}")
+
+    def wait_exit(self, seconds: float = START_SECONDS) -> int:
+        """The exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+@pytest.fixture
+def start_server():
+    """start(*flags) -> ServerProcess, ended with the test whatever happens."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*args: str, env: dict[str, str] | None = None) -> ServerProcess:
+            server = ServerProcess(*args, env=env)
+            stack.callback(server.end)
+            return server
+
+        yield start
+
+
+@contextlib.contextmanager
+def running(*args: str) -> Iterator[tuple[str, ServerProcess]]:
+    server = ServerProcess(*args)
+    try:
+        yield server.wait_ready(), server
+    finally:
+        server.end()
+
+
+def write_tiny_model(path: Path, *, seed: int = 0, **overrides) -> Path:
+    """A random two-layer Llama with the demo model's tokenizer, in Hub format."""
+    files = resolve_model("demo")
+    vocab_size = load_config(files).vocab_size
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.4,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **overrides,
+        }
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer = load_tokenizer(files, vocab_size)
+    tokenizer.backend.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(tokenizer.chat_template or "")
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}')
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model():
+    return write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def demo_address() -> Iterator[str]:
+    with running("--model-id", "demo", *LOCAL) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def tiny_address(tiny_model) -> Iterator[str]:
+    """Few row slots and little KV, so that requests queue and are preempted."""
+    limits = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512")
+    cache = ("--kv-cache-memory", "384KiB", "--block-size", "4")  # 256 bytes a token: 1,536 tokens
+    with running("--model-id", str(tiny_model), *limits, *cache, "--num-threads", "1", *LOCAL) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def demo(demo_address) -> Iterator[Client]:
+    with Client(demo_address, timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture
+def tiny(tiny_address) -> Iterator[Client]:
+    with Client(tiny_address, timeout_s=120) as client:
+        yield client
+        wait_idle(client)  # whatever the test did, everything is back
+
+
+def wait_idle(client: Client, seconds: float = 10.0) -> None:
+    """Wait until nothing runs, waits or holds a block."""
+    deadline = time.monotonic() + seconds
+    while True:
+        info = client.info()
+        if not info.running_requests and not info.waiting_requests and info.free_blocks == info.num_blocks:
+            return
+        assert time.monotonic() < deadline, f"still busy: {info}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def wait_until_idle():
+    return wait_idle

@@ -1,0 +1,137 @@
+"""Layers: shards against the whole, kernels against torch."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from specserve.models.cpu_kernels import binding
+from specserve.models.hub import ModelError, ModelFiles
+from specserve.models.layers.activation import GATED_ACTIVATIONS
+from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead, load_vocabulary_slice
+from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
+from specserve.models.layers.norm import HeadNorm, RMSNorm
+from specserve.models.parallel import TensorParallel
+from specserve.models.weights import WeightReader, open_weights
+
+
+@dataclass(frozen=True)
+class OneRank(TensorParallel):
+    """Keeps a rank's part of a collective to itself, so that a test can put the parts together."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    torch.manual_seed(0)
+    shapes = {"q": (48, 20), "k": (16, 20), "v": (16, 20), "o": (20, 48), "embed": (37, 20)}
+    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    tensors |= {f"{name}.bias": torch.randn(shapes[name][0]) for name in "qkvo"}
+    tensors |= {"q_norm.weight": torch.randn(8), "k_norm.weight": torch.randn(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tensors
+
+
+@pytest.fixture
+def reader(tensors, tmp_path):
+    source = open_weights(ModelFiles("m", None, tmp_path, "hub"))
+    return WeightReader(source, dtype=torch.float32, device=torch.device("cpu")).scope("model")
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_attention_projections_in_shards(size, tensors, reader):
+    """6 query heads and 2 kv heads of 8; with 6 ranks each holds one query head and the kv head that it uses."""
+    x = torch.randn(5, 20)
+    whole = {name: F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in "qkv"}
+    summed = torch.zeros(5, 20)
+    for rank in range(size):
+        parallel = OneRank(rank, size)
+        kv = [Projection(name, 2, 8, replicates=True) for name in "kv"]
+        column = ColumnParallelLinear(reader, [Projection("q", 6, 8), *kv], 20, bias=True, parallel=parallel)
+        num_q, num_k, num_v = column.num_units
+        assert num_q == 6 // size and num_k == num_v == max(1, 2 // size)
+        q, k, v = column(x).split([8 * count for count in column.num_units], dim=-1)
+        torch.testing.assert_close(q, whole["q"][:, rank * num_q * 8 :][:, : num_q * 8])
+        first_kv = rank * num_q // 3  # three query heads share a kv head
+        torch.testing.assert_close(k, whole["k"][:, first_kv * 8 :][:, : num_k * 8])
+        torch.testing.assert_close(v, whole["v"][:, first_kv * 8 :][:, : num_v * 8])
+        row = RowParallelLinear(reader, Projection("o", 6, 8), 20, bias=True, parallel=parallel)
+        summed += row(q)
+    torch.testing.assert_close(summed, F.linear(whole["q"], tensors["o.weight"], tensors["o.bias"]))
+
+
+@pytest.mark.parametrize(("size", "units"), [(4, Projection("q", 6, 8)), (3, Projection("k", 2, 8, replicates=True))])
+def test_heads_that_cannot_be_divided_are_refused(size, units, reader):
+    with pytest.raises(ModelError, match=rf"num_shard is {size}, which can't divide the {units.num_units} units of"):
+        ColumnParallelLinear(reader, [units], 20, bias=False, parallel=TensorParallel(0, size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_the_vocabulary_in_padded_slices(size, tensors, reader):
+    """37 tokens don't divide; rows past the end are zero and their logits are cut."""
+    ids, hidden = torch.tensor([0, 36, 7, 20, 36, 19]), torch.randn(4, 20)
+    embedded, logits = torch.zeros(6, 20), []
+    for rank in range(size):
+        parallel = OneRank(rank, size)
+        rows = load_vocabulary_slice(reader, "embed.weight", 37, 20, parallel)
+        assert rows.shape == (-(-37 // size), 20)
+        embedded += VocabParallelEmbedding(rows, parallel)(ids)
+        logits.append(VocabParallelHead(rows, 10**6, parallel)(hidden))
+    assert torch.equal(embedded, tensors["embed.weight"][ids])
+    gathered = torch.cat(logits, dim=-1)
+    torch.testing.assert_close(gathered[:, :37], hidden @ tensors["embed.weight"].T)
+    assert not gathered[:, 37:].any()
+    assert VocabParallelHead(rows, 3, OneRank())(hidden).shape == (4, 3)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def implementation(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(binding, "are_built", lambda: False)
+        monkeypatch.setattr(binding, "kernels", lambda: pytest.fail("a kernel was called"))
+    else:
+        assert binding.are_built()
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_rms_norm(unit_offset, tensors, reader, implementation):
+    norm = RMSNorm(reader.scope("q_norm"), 8, 1e-3, unit_offset=unit_offset)
+    x, residual = torch.randn(2, 5, 8)
+    weight = tensors["q_norm.weight"] + unit_offset
+
+    def expected(value):
+        return value / (value.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+
+    torch.testing.assert_close(norm(x), expected(x))
+    torch.testing.assert_close(
+        norm(x.view(5, 2, 4).transpose(1, 2).reshape(5, 8)[::2]),
+        norm(x.view(5, 2, 4).transpose(1, 2).reshape(5, 8))[::2],
+    )
+    total = x + residual
+    normalized, summed = norm.add(x.clone(), residual.clone())
+    torch.testing.assert_close(summed, total)
+    torch.testing.assert_close(normalized, expected(total))
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_head_norm(unit_offset, tensors, reader):
+    norm = HeadNorm(reader, {"q_norm": 3, "k_norm": 2}, 8, 1e-3, unit_offset=unit_offset)
+    heads = torch.randn(4, 7, 8)[:, :5]  # as a part of qkv: not contiguous
+    normalized = heads / (heads.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+    weights = (tensors[f"{name}.weight"] + unit_offset for name in ("q_norm", "k_norm"))
+    q, k = (part * weight for part, weight in zip(normalized.split([3, 2], dim=1), weights, strict=True))
+    torch.testing.assert_close(norm(heads), torch.cat((q, k), dim=1))
+
+
+@pytest.mark.parametrize("name", GATED_ACTIVATIONS)
+def test_gated_activations(name, implementation):
+    gate, up = torch.randn(2, 6, 33) * 4
+    reference = {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[name] * up
+    torch.testing.assert_close(GATED_ACTIVATIONS[name](torch.cat((gate, up), dim=-1)), reference, rtol=1e-5, atol=1e-5)
