@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from specserve.models.config import load_config
 from specserve.models.hub import resolve_model
 from specserve.router_client.client import Client
 from specserve.server.tokenizer import load_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
 START_SECONDS = 120
@@ -29,9 +30,7 @@ class ServerProcess:
 
     def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "specserve.server", "serve", *args]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

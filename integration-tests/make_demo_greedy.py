@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, GgufConfig
+
 from specserve.models.config import load_config
 from specserve.models.hub import resolve_model
 from specserve.server.chat import ChatTemplate
 from specserve.server.tokenizer import load_tokenizer
-from transformers import AutoModelForCausalLM, GgufConfig
 
 NUM_TOKENS = 100
 CHATS = [

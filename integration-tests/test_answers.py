@@ -5,6 +5,7 @@ import itertools
 
 import grpc
 import pytest
+
 from specserve.router_client.client import Client
 from specserve.router_client.errors import SpecserveError
 from specserve.router_client.types import FinishReason
@@ -207,7 +208,9 @@ def test_top_k_beyond_the_vocabulary_is_off(tiny, top_k):
     assert tiny.generate("x", top_k=top_k, **options).token_ids == tiny.generate("x", **options).token_ids
 
 
-@pytest.mark.parametrize("options", [{"temperature": 1e-38}, {"temperature": 1e-8}, {"temperature": 1.0, "top_p": 1e-6}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-38}, {"temperature": 1e-8}, {"temperature": 1.0, "top_p": 1e-6}]
+)
 def test_tiny_temperature_and_top_p_are_greedy(tiny, options):
     greedy = tiny.generate("x y z", max_new_tokens=12)
     assert tiny.generate("x y z", max_new_tokens=12, seed=3, **options).token_ids == greedy.token_ids
@@ -215,7 +218,7 @@ def test_tiny_temperature_and_top_p_are_greedy(tiny, options):
 
 def test_an_empty_prompt_is_refused(tiny):
     for prompt in ("", []):
-        with pytest.raises((SpecserveError, ValueError), match="empty|at least"):
+        with pytest.raises((SpecserveError, ValueError), match=r"empty|at least"):
             tiny.generate(prompt)
 
 

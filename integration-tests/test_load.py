@@ -6,6 +6,7 @@ import time
 
 import grpc
 import pytest
+
 from specserve.router_client.aio_client import AioClient
 from specserve.router_client.errors import SpecserveError
 
@@ -81,7 +82,11 @@ async def test_a_passed_deadline_frees_its_blocks_also_within_the_prefill(tiny_a
 
 
 def random_options(rng):
-    options = {"max_new_tokens": rng.choice([1, 2, 17, 40]), "ignore_eos": rng.random() < 0.5, "seed": rng.randrange(99)}
+    options = {
+        "max_new_tokens": rng.choice([1, 2, 17, 40]),
+        "ignore_eos": rng.random() < 0.5,
+        "seed": rng.randrange(99),
+    }
     choices = {
         "temperature": [0.0, 0.7, 2.0, -1.0],
         "top_k": [1, 5, 10**6],

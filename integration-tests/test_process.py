@@ -14,6 +14,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
+
 from specserve.router_client.client import Client
 from specserve.router_client.errors import SpecserveError
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx2 as httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -149,6 +147,8 @@ def _download(model_id: str, revision: str | None, token: str | None, cache_dir:
             raise ModelError(f"{where}: the {found} no {CONFIG_FILE}, so it is not a model in Hub format")
         index = path / INDEX_FILE
         return fetch(sorted(set(shard_names(index).values())) if index.is_file() else [WEIGHTS_FILE])
+    except ModelError:
+        raise
     except HFValidationError as error:
         raise ModelError(f"model_id {model_id!r} is neither a local path nor a Hub id (owner/name): {error}") from error
     except GatedRepoError as error:
@@ -163,5 +163,6 @@ def _download(model_id: str, revision: str | None, token: str | None, cache_dir:
     except LocalEntryNotFoundError as error:
         reason = "it is not in the cache, and downloading is off" if offline else "the Hub can't be reached"
         raise ModelError(f"{where}: {reason}; download it once with network access, or give a local path") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise ModelError(f"{where}: the download failed: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # those of the network come from an HTTP library that differs between versions
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{where}: the download failed: {reason}") from error

@@ -63,7 +63,7 @@ def serve(
     num_shard: opt.NumShard = 1,
     num_threads: opt.NumThreads = None,
     kv_cache_memory: opt.KvCacheMemory = None,
-    block_size: opt.BlockSize = 16,
+    block_size: opt.BlockSize = None,
     prefix_caching: opt.PrefixCaching = True,
     max_input_tokens: opt.MaxInputTokens = None,
     max_total_tokens: opt.MaxTotalTokens = None,

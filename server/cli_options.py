@@ -61,7 +61,10 @@ KvCacheMemory = Annotated[
     str | None,
     _auto(_CACHE, "SPECSERVE_KV_CACHE_MEMORY", "Like 2GiB, 512MB; bounds the tokens of all requests.", "by the device"),
 ]
-BlockSize = Annotated[int, _option(_CACHE, "SPECSERVE_BLOCK_SIZE", "Tokens in a KV block.", min=1, max=4096)]
+BlockSize = Annotated[
+    int | None,
+    _auto(_CACHE, "SPECSERVE_BLOCK_SIZE", "Tokens in a KV block.", "16; 256 for flash", min=1, max=4096),
+]
 PrefixCaching = Annotated[
     bool,
     _option(

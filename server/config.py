@@ -77,10 +77,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The KV cache. `kv_cache_memory` is in bytes; None: as the server thinks fit for the device."""
+    """The KV cache. `kv_cache_memory` is in bytes. None: what suits the device and the attention backend."""
 
     kv_cache_memory: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     prefix_caching: bool = True
 
 

@@ -70,7 +70,7 @@ def _device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def _max_total_tokens(options: SchedulerOptions, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
+    limit = model_config.context_length
     if options.max_total_tokens is None:
         return limit
     if options.max_total_tokens > limit:

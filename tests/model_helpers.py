@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     """Load a model from a directory or .gguf file onto the CPU."""
+
     files = ModelFiles(str(path), None, path, "gguf" if path.suffix == ".gguf" else "hub")
     config = load_config(files)
     return load_model(files, config, dtype=dtype, device=CPU, parallel=TensorParallel(), attention=TorchAttention())
@@ -112,7 +113,7 @@ def greedy(model: CausalLM, prompts: list[list[int]], num_tokens: int) -> list[l
 
 
 LOADER = """
-    import resource, sys
+    import sys
     from pathlib import Path
     import torch
     from specserve.models.attention.torch import TorchAttention
@@ -121,14 +122,17 @@ LOADER = """
     from specserve.models.parallel import TensorParallel
     from specserve.models.registry import load_model
 
+    def peak():  # unlike ru_maxrss, it doesn't begin with what the parent process had
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
     files = ModelFiles("m", None, Path(sys.argv[1]), sys.argv[2])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak()
     model = load_model(
         files, load_config(files), dtype=getattr(torch, sys.argv[3]), device=torch.device("cpu"),
         parallel=TensorParallel(), attention=TorchAttention(),
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(peak - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+    print(peak() - before, sum(p.numel() * p.element_size() for p in model.parameters()))
 """
 
 

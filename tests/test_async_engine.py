@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from specserve.server.engine.async_engine import AsyncEngine
 from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
@@ -83,9 +84,9 @@ async def test_closing_the_generator_frees_the_blocks_within_a_step(make_engine,
     async with contextlib.aclosing(engine.generate(make_request([1] * 50, 100))) as events:
         await anext(events)
         assert engine.stats().num_running == 2
-    steps = len(engine._engine.executor.batches)
+    steps = len(engine.engine.executor.batches)
     await until(lambda: engine.stats().num_running == 1)
-    assert len(engine._engine.executor.batches) - steps <= 2  # the one in flight, and one of which we hear late
+    assert len(engine.engine.executor.batches) - steps <= 2  # the one in flight, and one of which we hear late
     assert await neighbour == table_answer([9], 40)
 
 

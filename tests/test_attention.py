@@ -97,6 +97,41 @@ def test_kernel_equals_the_reference(head_dim, block_size, heads, kv_heads, wind
     assert torch.equal(actual[1], expected[1]) and torch.equal(actual[2], expected[2])  # what was written
 
 
+@pytest.mark.parametrize("head_dim", [1, 4, 12, 40, 72, 100])
+def test_kernel_takes_any_head_dim(head_dim):
+    case = make_case([130, 2], [4, 1], heads=4, kv_heads=2, head_dim=head_dim, block_size=8)
+    torch.testing.assert_close(run(CpuAttention(), case)[0], run(TorchAttention(), case)[0], atol=3e-6, rtol=1e-5)
+
+
+def test_kernel_gives_a_token_the_same_bits_with_and_without_tokens_behind_it():
+    """A draft that turns out wrong must not have changed what comes before it, nor one that was right."""
+    batch, q, k, v, keys, values = make_case([400], [5], heads=4, kv_heads=2, head_dim=32, block_size=8)
+    together, keys_after, values_after = run(CpuAttention(), (batch, q, k, v, keys, values), 150)
+    for index in range(5):
+        alone = ForwardBatch(
+            input_ids=batch.input_ids[index : index + 1],
+            positions=batch.positions[index : index + 1],
+            slot_mapping=batch.slot_mapping[index : index + 1],
+            block_tables=batch.block_tables,
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=torch.tensor([396 + index], dtype=torch.int32),
+            max_seqlen_q=1,
+            max_seqlen_k=396 + index,
+            logits_indices=torch.tensor([0]),
+        )
+        one = slice(index, index + 1)
+        out, _, _ = run(CpuAttention(), (alone, q[one], k[one], v[one], keys_after, values_after), 150)
+        assert torch.equal(out[0], together[index])
+
+
+def test_kernel_refuses_what_it_would_misread():
+    batch, q, k, v, keys, values = make_case([9], [2], heads=2, kv_heads=2, head_dim=8, block_size=4)
+    with pytest.raises(AssertionError):
+        run(CpuAttention(), (batch, q.transpose(0, 1).contiguous().transpose(0, 1), k, v, keys, values))
+    with pytest.raises(AssertionError):
+        run(CpuAttention(), (batch, q.double(), k, v, keys, values))
+
+
 def test_kernel_gives_a_row_the_same_bits_alone_and_in_company():
     case = make_case([600, 5, 257, 90], [2, 1, 4, 1], heads=4, kv_heads=2, head_dim=32, block_size=8)
     batch, q, k, v, keys, values = case

@@ -110,10 +110,8 @@ def test_rms_norm(unit_offset, tensors, reader, implementation):
         return value / (value.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight
 
     torch.testing.assert_close(norm(x), expected(x))
-    torch.testing.assert_close(
-        norm(x.view(5, 2, 4).transpose(1, 2).reshape(5, 8)[::2]),
-        norm(x.view(5, 2, 4).transpose(1, 2).reshape(5, 8))[::2],
-    )
+    strided = torch.randn(5, 16)[:, ::2]
+    torch.testing.assert_close(norm(strided), expected(strided))
     total = x + residual
     normalized, summed = norm.add(x.clone(), residual.clone())
     torch.testing.assert_close(summed, total)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from specserve.models.sampling.params import SampledToken, SamplingParams
 from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine

@@ -23,9 +23,11 @@
 
 typedef float vector8 __attribute__((vector_size(32), aligned(4), may_alias));
 
-/* exp for x <= 88, about 1 ulp (the polynomial of Cephes' expf); vectorizes where libm's does not. */
+/* exp for -87 <= x <= 88, about 1 ulp (the polynomial of Cephes' expf); vectorizes where libm's does not. What is
+ * beyond counts as that bound, a NaN as the lower one. */
 static inline float exp_(float x) {
-    x = x < -87.3f ? -87.3f : (x > 88.0f ? 88.0f : x);
+    x = x > -87.3f ? x : -87.3f;
+    x = x < 88.0f ? x : 88.0f;
     float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

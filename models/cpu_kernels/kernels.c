@@ -29,8 +29,8 @@ typedef struct {
 } Item;
 
 /* out[t] = scale * query . keys[offsets[t]]. Lanes are kept apart in the inner loop and summed afterwards. */
-static inline void dots(const float *query, const float *keys, const int64_t *offsets, int64_t n, int64_t d, float scale,
-                        float *out) {
+static inline void dots(const float *query, const float *keys, const int64_t *offsets, int64_t n, int64_t d,
+                        float scale, float *out) {
     float lanes[PARTITION][8];
     const int64_t whole = d / 8 * 8;
     for (int64_t t = 0; t < n; t++) {
@@ -77,8 +77,8 @@ static inline void weighted_sum(const float *weights, const float *values, const
 /* Scores, softmax and weighted values of all query rows of one kv head over the keys first .. last-1.
  * Query row m = token * group + g sees keys below seq_len - len_q + token + 1, and no further back than the window.
  * partial: for each row its max, sum and acc[D]. */
-CLONED static void attend(const AttentionBatch *b, const Item *item, const float *q, int64_t q_stride, const float *keys,
-                          const float *values, float scale, int64_t window, float *partial) {
+CLONED static void attend(const AttentionBatch *b, const Item *item, const float *q, int64_t q_stride,
+                          const float *keys, const float *values, float scale, int64_t window, float *partial) {
     const int64_t d = b->head_dim, group = b->num_heads / b->num_kv_heads, block_size = b->block_size;
     const int64_t start = b->cu_seqlens_q[item->seq], len_q = b->cu_seqlens_q[item->seq + 1] - start;
     const int64_t seq_len = b->seq_lens[item->seq];
@@ -87,11 +87,6 @@ CLONED static void attend(const AttentionBatch *b, const Item *item, const float
     for (int64_t t = item->first; t < item->last; t++)
         offsets[t - item->first] =
             ((table[t / block_size] * block_size + t % block_size) * b->num_kv_heads + item->kv_head) * d;
-    for (int64_t t = 0; t < item->last - item->first; t++)
-        for (int64_t i = 0; i < d; i += 16) {
-            __builtin_prefetch(keys + offsets[t] + i);
-            __builtin_prefetch(values + offsets[t] + i);
-        }
     for (int64_t m = 0; m < len_q * group; m++) {
         const int64_t token = m / group, head = item->kv_head * group + m % group;
         int64_t hi = seq_len - len_q + token + 1, lo = window > 0 && hi > window ? hi - window : 0;
@@ -175,7 +170,8 @@ int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, c
             const int64_t parts = (first_item[s + 1] - first_item[s]) / b->num_kv_heads;
             for (int64_t h = 0; parts && h < b->num_kv_heads; h++)
                 for (int64_t m = 0; m < rows; m++)
-                    merge(partials + (items[first_item[s] + h].out + m) * (d + 2), parts, b->num_kv_heads * rows * (d + 2), d,
+                    merge(partials + (items[first_item[s] + h].out + m) * (d + 2), parts,
+                          b->num_kv_heads * rows * (d + 2), d,
                           out + ((start + m / group) * b->num_heads + h * group + m % group) * d);
         }
     }

@@ -154,7 +154,8 @@ static void sort_by_key(uint64_t *items, int64_t count, uint64_t *scratch) {
 }
 
 /* The n largest of a row. The n-th largest of the maxima of 4n groups bounds the n-th largest from below. */
-static void head_row(const float *x, int64_t v, int64_t n, float *values, int64_t *ids, uint64_t *items, float *maxima) {
+static void head_row(const float *x, int64_t v, int64_t n, float *values, int64_t *ids, uint64_t *items,
+                     float *maxima) {
     float threshold = -INFINITY;
     if (4 * n < v) {
         memcpy(maxima, x, 4 * n * sizeof(float));
@@ -177,7 +178,8 @@ static void head_row(const float *x, int64_t v, int64_t n, float *values, int64_
 }
 
 /* logits [R, V] -> values, ids [R, n]: the n largest, ties in the order of ids. 1 if memory ran out. */
-int sorted_head(const float *logits, int64_t r, int64_t v, int64_t n, float *values, int64_t *ids, int64_t num_threads) {
+int sorted_head(const float *logits, int64_t r, int64_t v, int64_t n, float *values, int64_t *ids,
+                int64_t num_threads) {
     int failed = 0;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) reduction(| : failed) if (r > 1)
     for (int64_t i = 0; i < r; i++) {

@@ -25,10 +25,13 @@ class _Stream:
 
 
 class AsyncEngine:
-    """Accepts requests from the event loop that called `start`; at most max_concurrent_requests at once."""
+    """Accepts requests from the event loop that called `start`; at most max_concurrent_requests at once.
+
+    `engine` belongs to the thread from `start` on.
+    """
 
     def __init__(self, engine: Engine, *, max_concurrent_requests: int) -> None:
-        self._engine = engine
+        self.engine = engine
         self._max_concurrent_requests = max_concurrent_requests
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[int, _Stream] = {}  # by request id; engine thread only
@@ -73,7 +76,7 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """The load at this moment."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     @property
     def num_open_requests(self) -> int:
@@ -124,7 +127,7 @@ class AsyncEngine:
         try:
             while not self._is_stopping:
                 self._take_commands()
-                events = self._engine.step() if self._engine.has_work() else []
+                events = self.engine.step() if self.engine.has_work() else []
                 if events:
                     self._deliver(events)
         except Exception as error:
@@ -132,7 +135,7 @@ class AsyncEngine:
 
     def _take_commands(self) -> None:
         """Run all commands there are; wait for one if the engine has nothing to do."""
-        if not self._engine.has_work():
+        if not self.engine.has_work():
             self._commands.get()()
         while not self._is_stopping:
             try:
@@ -142,7 +145,7 @@ class AsyncEngine:
 
     def _add(self, stream: _Stream) -> None:
         try:
-            stream.request_id = self._engine.add(stream.request)
+            stream.request_id = self.engine.add(stream.request)
         except Exception as error:
             self._call_in_loop(partial(stream.events.put_nowait, SequenceEvent(-1, error=error)))
             return
@@ -150,7 +153,7 @@ class AsyncEngine:
 
     def _abort(self, stream: _Stream) -> None:
         if stream.request_id is not None and self._streams.pop(stream.request_id, None) is not None:
-            self._engine.abort(stream.request_id)
+            self.engine.abort(stream.request_id)
 
     def _deliver(self, events: list[SequenceEvent]) -> None:
         deliveries = []

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specserve.models.forward_batch import ForwardBatch
 from specserve.server.engine.step import ScheduledRow
@@ -48,15 +49,16 @@ class InputBuffers:
             logits_indices=self._tensor(_last_of_each(cu_seqlens[1:], num_logits)),
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self._device.type == "cuda":
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor
 
 
-def _last_of_each(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _last_of_each(ends: NDArray[np.int32], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """[B] ends and counts -> the counts[b] indices before ends[b], for each b, flattened."""
     total = int(counts.sum())
     firsts = np.repeat(ends.astype(np.int64) - counts, counts)
-    return firsts + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices: NDArray[np.int64] = firsts + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    return indices
