@@ -17,8 +17,8 @@ setup(
         # Plain C behind ctypes: it needs no Python or torch headers, so it builds in a second.
         Extension(
             "specserve.models.cpu_kernels._kernels",
-            sources=["models/cpu_kernels/kernels.c", "models/cpu_kernels/sampling.c"],
-            depends=["models/cpu_kernels/common.h"],
+            sources=[f"models/cpu_kernels/{name}.c" for name in ("kernels", "linear", "sampling", "tape")],
+            depends=["models/cpu_kernels/common.h", "models/cpu_kernels/linear_tile.h"],
             extra_compile_args=[
                 *("-O3", "-std=c11", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
             ],

@@ -51,10 +51,16 @@ class InProcess:
         self.prompt = serving.tokenizer.encode(text, add_special_tokens=False)
         model = self.engine.executor._model  # type: ignore[attr-defined]
         self.weights = [
-            [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+            [
+                torch.randn(linear.matrix.shape)
+                for linear in (
+                    *(layer.self_attn.qkv_proj, layer.self_attn.o_proj),
+                    *(layer.mlp.gate_up_proj, layer.mlp.down_proj),
+                )
+            ]
             for layer in model.layers
         ]
-        self.head = model.head.weight
+        self.head = torch.randn(model.head.matrix.shape)
 
     def run(self, num_streams: int) -> tuple[float, list[float]]:
         """(tokens/s, seconds of the steps that decode all streams)."""
@@ -84,9 +90,9 @@ class InProcess:
 
         def chain(x: torch.Tensor) -> None:
             for qkv, out, gate_up, down in self.weights:
-                x = F.linear(x, qkv.weight)[:, : out.weight.shape[1]]
-                x = F.linear(F.linear(x, out.weight), gate_up.weight)[:, : down.weight.shape[1]]
-                x = F.linear(x, down.weight) * 1e-3
+                x = F.linear(x, qkv)[:, : out.shape[1]]
+                x = F.linear(F.linear(x, out), gate_up)[:, : down.shape[1]]
+                x = F.linear(x, down) * 1e-3
             F.linear(x, self.head)
 
         x = torch.randn(num_rows, self.head.shape[1])

@@ -74,9 +74,10 @@ async def test_a_cancelled_unary_call_is_over_at_once(tiny_address):
 
 async def test_a_passed_deadline_frees_its_blocks_also_within_the_prefill(tiny_address):
     async with AioClient(tiny_address) as client:
-        for timeout_s in (0.001, 0.02, 0.2):
+        for timeout_s, prompt_len in ((0.001, 400), (0.01, 400), (0.04, 20)):
+            options = {"max_new_tokens": 500 - prompt_len, "ignore_eos": True, "timeout_s": timeout_s}
             with pytest.raises(SpecserveError) as error:
-                await client.generate([9] * 400, max_new_tokens=100, ignore_eos=True, timeout_s=timeout_s)
+                await client.generate([9] * prompt_len, **options)
             assert error.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
             await settle(client, seconds=1.0)
 

@@ -9,7 +9,10 @@ from specserve.models.forward_batch import ForwardBatch
 from specserve.models.kv_cache import KVCache
 from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead, load_vocabulary_slice
 from specserve.models.layers.linear import Projection, shard_units
+from specserve.models.layers.matrix import Matrix
+from specserve.models.layers.rotary import RotaryEmbedding
 from specserve.models.parallel import TensorParallel
+from specserve.models.replay import ReplayedDecode, Rotaries
 from specserve.models.weights import WeightReader
 
 
@@ -29,10 +32,40 @@ class CausalLM(nn.Module):
         kv_heads = Projection("k_proj", config.num_kv_heads, config.head_dim, replicates=True)
         _, self.num_kv_heads = shard_units(kv_heads, parallel)
         self._load_vocabulary(reader, parallel)
+        can_replay = attention.name == "cpu" and parallel.size == 1
+        self.replays = ReplayedDecode(self.decode) if can_replay else None
+
+    @property
+    def rotaries(self) -> tuple[RotaryEmbedding, ...]:
+        """The rotary embeddings of the layers."""
+        raise NotImplementedError
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, E], what goes into the first layer."""
+        embedded: torch.Tensor = self.embed_tokens(input_ids)
+        return embedded
+
+    def decode(
+        self, residual: torch.Tensor, rotaries: Rotaries, batch: ForwardBatch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """The layers and the final norm: embedded tokens [N, E] -> hidden states [N, E].
+
+        `rotaries` holds the cosines and sines of `self.rotaries`. Under the CPU kernels this must be made of kernel
+        calls and views only (models/replay.py).
+        """
+        raise NotImplementedError
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        """Hidden states [N, E] after the final norm; writes the keys and values of the batch into the cache."""
-        raise NotImplementedError
+        """Hidden states [N, E] after the final norm; writes the keys and values of the batch into the cache.
+
+        They may be overwritten by the next forward.
+        """
+        self.attention.prepare(batch)
+        embedded = self.embed(batch.input_ids)
+        rotaries = tuple(rotary(batch.positions) for rotary in self.rotaries)
+        if self.replays is None or not self.replays.takes(batch):
+            return self.decode(embedded, rotaries, batch, kv_cache)
+        return self.replays.decode(embedded, rotaries, batch, kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32."""
@@ -49,10 +82,8 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         only_head = tied and reader.has(head) and not reader.has(embedding)
         rows = load(head if only_head else embedding)
-        head_rows = rows
-        if not tied or (reader.has(head) and not only_head):
-            head_rows = load(head)
-            if tied and torch.equal(head_rows, rows):
-                head_rows = rows
-        self.embed_tokens = VocabParallelEmbedding(rows, parallel)
-        self.head = VocabParallelHead(head_rows, config.vocab_size, parallel)
+        head_rows = load(head) if not tied or (reader.has(head) and not only_head) else rows
+        is_shared = head_rows is rows or (tied and torch.equal(head_rows, rows))
+        matrix = Matrix(rows)
+        self.embed_tokens = VocabParallelEmbedding(matrix, parallel)
+        self.head = VocabParallelHead(matrix if is_shared else Matrix(head_rows), config.vocab_size, parallel)

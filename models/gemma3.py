@@ -13,6 +13,7 @@ from specserve.models.layers.rotary import RotaryEmbedding
 from specserve.models.llama import GatedMLP
 from specserve.models.parallel import TensorParallel
 from specserve.models.qwen3 import Qwen3Attention
+from specserve.models.replay import Rotaries
 from specserve.models.weights import WeightReader
 
 
@@ -48,7 +49,7 @@ class Gemma3Layer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
@@ -80,13 +81,21 @@ class Gemma3(CausalLM):
         # The factor is rounded to the serving dtype, as it was in training.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=reader.dtype).item()
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+    @property
+    def rotaries(self) -> tuple[RotaryEmbedding, ...]:
         """See CausalLM."""
-        self.attention.prepare(batch)
-        rotary, local_rotary = self.rotary(batch.positions), self.local_rotary(batch.positions)
-        residual = self.embed_tokens(batch.input_ids) * self.embedding_scale
-        x = torch.zeros_like(residual)
+        return (self.rotary, self.local_rotary)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """See CausalLM."""
+        return super().embed(input_ids) * self.embedding_scale
+
+    def decode(
+        self, residual: torch.Tensor, rotaries: Rotaries, batch: ForwardBatch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """See CausalLM."""
+        x = None
         for layer in self.layers:
-            x, residual = layer(x, residual, local_rotary if layer.is_local else rotary, batch, kv_cache)
+            x, residual = layer(x, residual, rotaries[bool(layer.is_local)], batch, kv_cache)
         hidden, _ = self.norm.add(x, residual)
         return hidden

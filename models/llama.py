@@ -13,6 +13,7 @@ from specserve.models.layers.linear import ColumnParallelLinear, Projection, Row
 from specserve.models.layers.norm import RMSNorm
 from specserve.models.layers.rotary import RotaryEmbedding, apply_rotary
 from specserve.models.parallel import TensorParallel
+from specserve.models.replay import Rotaries
 from specserve.models.weights import WeightReader
 
 
@@ -120,7 +121,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
@@ -150,13 +151,17 @@ class Llama(CausalLM):
         self.norm = RMSNorm(reader.scope("model.norm"), config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=reader.dtype, device=reader.device)
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+    @property
+    def rotaries(self) -> tuple[RotaryEmbedding, ...]:
         """See CausalLM."""
-        self.attention.prepare(batch)
-        rotary = self.rotary(batch.positions)
-        residual = self.embed_tokens(batch.input_ids)
-        x = torch.zeros_like(residual)
+        return (self.rotary,)
+
+    def decode(
+        self, residual: torch.Tensor, rotaries: Rotaries, batch: ForwardBatch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """See CausalLM."""
+        x = None
         for layer in self.layers:
-            x, residual = layer(x, residual, rotary, batch, kv_cache)
+            x, residual = layer(x, residual, rotaries[0], batch, kv_cache)
         hidden, _ = self.norm.add(x, residual)
         return hidden

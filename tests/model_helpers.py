@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.models.attention.torch import TorchAttention
+from specserve.models.attention.registry import attention_backend
 from specserve.models.causal_lm import CausalLM
 from specserve.models.config import load_config
 from specserve.models.forward_batch import ForwardBatch
@@ -22,12 +22,12 @@ BLOCK_SIZE = 4
 CPU = torch.device("cpu")
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load(path: Path, dtype: torch.dtype = torch.float32, attention: str = "torch") -> CausalLM:
     """Load a model from a directory or .gguf file onto the CPU."""
-
     files = ModelFiles(str(path), None, path, "gguf" if path.suffix == ".gguf" else "hub")
     config = load_config(files)
-    return load_model(files, config, dtype=dtype, device=CPU, parallel=TensorParallel(), attention=TorchAttention())
+    backend, _ = attention_backend(attention, device=CPU, dtype=dtype, block_size=BLOCK_SIZE)
+    return load_model(files, config, dtype=dtype, device=CPU, parallel=TensorParallel(), attention=backend)
 
 
 class PagedRunner:
@@ -82,10 +82,12 @@ class PagedRunner:
         return dict(zip(pieces, logits.split(lengths), strict=True))
 
 
-def paged_logits(model: CausalLM, sequences: list[list[int]], *, num_decoded: int = 3) -> list[torch.Tensor]:
+def paged_logits(
+    model: CausalLM, sequences: list[list[int]], *, num_decoded: int = 3, seed: int = 1
+) -> list[torch.Tensor]:
     """Logits [len, V] of each sequence: the start in chunks of several sizes, the last tokens one by one."""
     runner = PagedRunner(model, len(sequences), max(map(len, sequences)))
-    rng = random.Random(1)
+    rng = random.Random(seed)
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     while any(done < len(s) for done, s in zip(runner.lengths, sequences, strict=True)):
         pieces = {}

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from specserve.models.cpu_kernels import binding
+from specserve.models.cpu_kernels.tape import Tape
 
 ROWS = [1, 2, 16, 300]
 
@@ -60,6 +61,90 @@ def test_rows_are_the_same_bits_alone_and_in_company():
     for row in (0, 17, 49):
         assert torch.equal(binding.rms_norm(x[row : row + 1], weight, 1e-5)[0], together[row])
         assert torch.equal(binding.silu_mul(x[row : row + 1])[0], activated[row])
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
+def level(request):
+    binding.kernels().limit_instructions(request.param)
+    yield request.param
+    binding.kernels().limit_instructions(2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (16, 8), (33, 64), (64, 17), (100, 576), (257, 40)])
+def test_linear_for_every_number_of_rows(shape, level):
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    panels = binding.to_panels(weight)
+    for num_rows in (*range(1, 15), 24, 37, 300):
+        x = torch.randn(num_rows, shape[1])
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        out = binding.linear(x, panels, shape[0], bias)
+        torch.testing.assert_close(out.double(), expected, atol=4e-6 * shape[1] ** 0.5, rtol=1e-5)
+        without = binding.linear(x, panels, shape[0])
+        assert torch.equal(without + bias, binding.linear(x, panels, shape[0], bias))
+
+
+def test_a_row_of_linear_is_the_same_bits_in_every_batch(level):
+    weight, x = torch.randn(331, 96), torch.randn(40, 96)
+    panels = binding.to_panels(weight)
+    whole = binding.linear(x, panels, 331)
+    threads = torch.get_num_threads()
+    for num_rows in range(1, 40):
+        torch.set_num_threads(1 + num_rows % 3)
+        assert torch.equal(binding.linear(x[-num_rows:], panels, 331), whole[-num_rows:])
+    torch.set_num_threads(threads)
+
+
+def test_linear_stays_within_its_output():
+    """The last panel and the last tile are partial; what lies behind the result must not change."""
+    weight, x = torch.randn(21, 8), torch.randn(13, 8)
+    panels, space = binding.to_panels(weight), torch.full((13 * 21 + 64,), 7.0)
+    binding.kernels().linear(13, x.data_ptr(), panels.data_ptr(), None, 21, 8, space.data_ptr(), 2)
+    torch.testing.assert_close(space[: 13 * 21].view(13, 21), x @ weight.T)
+    assert (space[13 * 21 :] == 7.0).all()
+
+
+def test_nan_and_inf_stay_in_their_row():
+    x = torch.randn(3, 32)
+    x[1, 5], x[2, 0] = torch.nan, torch.inf
+    out = binding.linear(x, binding.to_panels(torch.ones(20, 32)), 20)
+    assert out[0].isfinite().all() and out[1].isnan().all() and (out[2] == torch.inf).all()
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_rotation_and_head_norm_in_place_of_a_slice(num_rows):
+    """X is the first heads of a wider projection; the others stay."""
+    packed = torch.randn(num_rows, 7, 12)
+    original, weight = packed.clone(), torch.randn(5, 12)
+    angles = torch.rand(num_rows, 1, 6) * 6
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    heads = binding.head_norm(packed[:, :5], weight, 1e-3)
+    expected = F.rms_norm(original[:, :5], (12,), None, 1e-3) * weight
+    torch.testing.assert_close(heads, expected)
+    torch.testing.assert_close(binding.rotate(heads, cos, sin), expected.roll(6, -1) * sin + expected * cos)
+    assert torch.equal(packed[:, 5:], original[:, 5:])
+
+
+def test_a_tape_replays_other_rows_than_it_was_recorded_with():
+    """Memory is used again within the tape, views keep theirs, and fewer rows than recorded are replayed."""
+    first, second = binding.to_panels(torch.randn(8, 6)), binding.to_panels(torch.randn(6, 8))
+    weight = torch.rand(6)
+
+    def compute(x):
+        residual = x
+        for _ in range(3):
+            hidden = binding.linear(residual, first, 8).view(-1, 8)[:, :8]
+            residual = binding.rms_norm(binding.linear(hidden, second, 6), weight, 1e-5, residual)
+        return residual
+
+    x, tape = torch.zeros(5, 6), Tape(5)
+    with tape:
+        out = compute(x)
+    assert len(tape._buffers) < 9
+    for num_rows in (1, 3, 5):
+        given = torch.randn(num_rows, 6)
+        x[:num_rows] = given
+        binding.replay(tape, num_rows)
+        assert torch.equal(out[:num_rows], compute(given))
 
 
 def test_only_contiguous_float32_is_taken():

@@ -12,6 +12,7 @@ from specserve.models.hub import ModelError, ModelFiles
 from specserve.models.layers.activation import GATED_ACTIVATIONS
 from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead, load_vocabulary_slice
 from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
+from specserve.models.layers.matrix import Matrix
 from specserve.models.layers.norm import HeadNorm, RMSNorm
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader, open_weights
@@ -82,13 +83,14 @@ def test_the_vocabulary_in_padded_slices(size, tensors, reader):
         parallel = OneRank(rank, size)
         rows = load_vocabulary_slice(reader, "embed.weight", 37, 20, parallel)
         assert rows.shape == (-(-37 // size), 20)
-        embedded += VocabParallelEmbedding(rows, parallel)(ids)
-        logits.append(VocabParallelHead(rows, 10**6, parallel)(hidden))
+        matrix = Matrix(rows)
+        embedded += VocabParallelEmbedding(matrix, parallel)(ids)
+        logits.append(VocabParallelHead(matrix, 10**6, parallel)(hidden))
     assert torch.equal(embedded, tensors["embed.weight"][ids])
     gathered = torch.cat(logits, dim=-1)
     torch.testing.assert_close(gathered[:, :37], hidden @ tensors["embed.weight"].T)
     assert not gathered[:, 37:].any()
-    assert VocabParallelHead(rows, 3, OneRank())(hidden).shape == (4, 3)
+    assert VocabParallelHead(matrix, 3, OneRank())(hidden).shape == (4, 3)
 
 
 @pytest.fixture(params=["kernels", "torch"])

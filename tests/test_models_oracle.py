@@ -114,14 +114,30 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < 1e-4, f"relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_of_ragged_chunked_batches(name, reference, tmp_path, model_helpers):
+def test_logits_of_ragged_chunked_batches(name, attention, reference, tmp_path, model_helpers):
     model = reference(name)
     model.save_pretrained(tmp_path)
     sequences = prompts(BASE["vocab_size"])
-    actual = model_helpers.paged_logits(model_helpers.load(tmp_path), sequences)
+    actual = model_helpers.paged_logits(model_helpers.load(tmp_path, attention=attention), sequences)
     for logits, sequence in zip(actual, sequences, strict=True):
         assert_close(logits, expected_logits(model, sequence))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_same_bits_however_they_are_batched(name, reference, tmp_path, model_helpers, monkeypatch):
+    """Under the CPU kernels: alone or in company, in other chunks, and replayed or not."""
+    reference(name).save_pretrained(tmp_path)
+    sequences = prompts(BASE["vocab_size"])
+    model = model_helpers.load(tmp_path, attention="cpu")
+    together = model_helpers.paged_logits(model, sequences)
+    assert model.replays is not None and model.replays.is_recorded
+    for index in (0, 3):
+        (alone,) = model_helpers.paged_logits(model, [sequences[index]], num_decoded=20, seed=index)
+        assert torch.equal(alone, together[index])
+    monkeypatch.setattr(model, "replays", None)
+    assert all(map(torch.equal, model_helpers.paged_logits(model, sequences, seed=9), together))
 
 
 def test_greedy_decoding_in_one_batch_with_others(reference, tmp_path, model_helpers):

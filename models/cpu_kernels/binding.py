@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from specserve.models.cpu_kernels.tape import Tape, recording
+
+PANEL = 16  # outputs that linear.c computes side by side
+
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class AttentionBatch(ctypes.Structure):
-    """What all layers of one forward share (the struct of the same name in kernels.c)."""
+    """What all layers of one forward share (the struct of the same name in common.h)."""
 
     _fields_ = (
         *((name, _INT) for name in ("num_tokens", "num_seqs", "max_blocks", "block_size")),
@@ -22,17 +26,19 @@ class AttentionBatch(ctypes.Structure):
     )
 
 
-_SIGNATURES = {
-    "paged_attention": (
-        ctypes.c_int,
-        (ctypes.POINTER(AttentionBatch), *(_POINTER, _INT) * 3, _POINTER, _POINTER, _FLOAT, _INT, _POINTER),
-    ),
-    "rms_norm": (None, (_POINTER, _POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT)),
-    "gated_activation": (None, (_POINTER, _INT, _INT, _INT, _POINTER, _INT)),
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "paged_attention": (ctypes.c_int, (_POINTER, *(_POINTER, _INT) * 3, _POINTER, _POINTER, _FLOAT, _INT, _POINTER)),
+    "rms_norm": (None, (_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER, _INT)),
+    "head_norm": (None, (_INT, _POINTER, _INT, _POINTER, _FLOAT, *(_INT,) * 3)),
+    "rotate": (None, (_INT, _POINTER, _INT, _POINTER, _POINTER, *(_INT,) * 3)),
+    "gated_activation": (None, (_INT, _POINTER, _INT, _INT, _POINTER, _INT)),
+    "linear": (ctypes.c_int, (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT)),
     "argmax": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "row_mass": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "sorted_head": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT)),
     "gumbel_argmax": (None, (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT)),
+    "limit_instructions": (None, (_INT,)),
+    "replay": (ctypes.c_int, (_POINTER, _INT, _INT)),
 }
 
 
@@ -83,19 +89,123 @@ def is_supported(*tensors: torch.Tensor) -> bool:
     )
 
 
+def _call_rows(name: str, num_rows: int, *arguments: int | float | None) -> None:
+    """Call a kernel that goes row by row, and record it."""
+    tape = recording()
+    if tape is not None:
+        tape.add(name, _SIGNATURES[name][1][1:], arguments)
+    if getattr(kernels(), name)(num_rows, *arguments):
+        raise MemoryError(f"no memory for {name} of {num_rows} rows")
+
+
+def _empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    tape = recording()
+    return like.new_empty(shape) if tape is None else tape.empty(*shape)
+
+
+def replay(tape: Tape, num_rows: int) -> None:
+    """Make the calls of a tape again, over the first num_rows rows of its buffers."""
+    assert num_rows <= tape.max_rows
+    if kernels().replay(tape.array, len(tape), num_rows):
+        raise MemoryError(f"no memory for a step of {num_rows} rows")
+
+
+def paged_attention(
+    batch: AttentionBatch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """See AttentionBackend; sequences with more than batch.max_query_len query tokens are left out of the result."""
+    out = _empty(q, *q.shape)
+    arguments = (
+        ctypes.addressof(batch),
+        *(value for x in (q, k, v) for value in (x.data_ptr(), x.stride(0))),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        scale,
+        sliding_window or 0,
+        out.data_ptr(),
+    )
+    tape = recording()
+    if tape is not None:
+        tape.add("paged_attention", _SIGNATURES["paged_attention"][1], arguments)
+    if kernels().paged_attention(*arguments):
+        raise MemoryError("no memory for the partial results of the attention kernel")
+    return out
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Root-mean-square norm of x [..., E] times weight [E]; with a residual, x += residual first, in place."""
-    out = torch.empty_like(x)
+    out = _empty(x, *x.shape)
     width = x.shape[-1]
-    kernels().rms_norm(
+    _call_rows(
+        "rms_norm",
+        x.numel() // width,
         x.data_ptr(),
         None if residual is None else residual.data_ptr(),
         weight.data_ptr(),
         eps,
-        x.numel() // width,
         width,
         out.data_ptr(),
         torch.get_num_threads(),
+    )
+    return out
+
+
+def takes_heads(x: torch.Tensor) -> bool:
+    """Whether the kernels can go through float32 x [N, H, D] row by row, however far apart the rows are."""
+    is_float = x.dtype is torch.float32 and x.device.type == "cpu"
+    return is_float and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of each head of x [N, H, D] (see takes_heads) times its weights [H, D], in place."""
+    rows, heads, head_dim = x.shape
+    _call_rows(
+        *("head_norm", rows, x.data_ptr(), x.stride(0), weight.data_ptr(), eps, heads, head_dim),
+        torch.get_num_threads(),
+    )
+    return x
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See rotary.apply_rotary; x [N, H, D] (see takes_heads) is changed in place."""
+    rows, heads, head_dim = x.shape
+    _call_rows(
+        *("rotate", rows, x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), heads, head_dim),
+        torch.get_num_threads(),
+    )
+    return x
+
+
+def to_panels(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [n, k] as `linear` wants it, [ceil(n / 16), k, 16], padded with zeros."""
+    n, k = weight.shape
+    panels = weight.new_zeros(-(-n // PANEL), k, PANEL)
+    whole = n // PANEL
+    panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, k).transpose(1, 2)
+    if n % PANEL:
+        panels[whole, :, : n % PANEL] = weight[whole * PANEL :].T
+    return panels
+
+
+def linear(x: torch.Tensor, panels: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """X [m, k] times the transpose of the weight [num_outputs, k] in `panels`, plus bias -> [m, num_outputs].
+
+    A row's result is the same bits whatever the other rows are.
+    """
+    rows, k = x.shape
+    assert panels.shape[1] == k, "as many inputs as the weight has"
+    out = _empty(x, rows, num_outputs)
+    _call_rows(
+        *("linear", rows, x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(num_outputs, k, out.data_ptr(), torch.get_num_threads()),
     )
     return out
 
@@ -112,9 +222,10 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(num_tokens, width)
-    kernels().gated_activation(
-        gate_up.data_ptr(), num_tokens, width, activation, out.data_ptr(), torch.get_num_threads()
+    out = _empty(gate_up, num_tokens, width)
+    _call_rows(
+        *("gated_activation", num_tokens, gate_up.data_ptr(), width, activation, out.data_ptr()),
+        torch.get_num_threads(),
     )
     return out
 

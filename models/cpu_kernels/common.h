@@ -44,4 +44,30 @@ static inline float exp_(float x) {
     return p * scale.f;
 }
 
+/* What all layers of one forward share; mirrored by binding.AttentionBatch. */
+typedef struct {
+    int64_t num_tokens, num_seqs, max_blocks, block_size;
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t max_query_len; /* sequences with more query tokens are left to the caller */
+    const int64_t *slot_mapping; /* [N] */
+    const int32_t *block_tables; /* [B, max_blocks] */
+    const int32_t *cu_seqlens_q; /* [B+1] */
+    const int32_t *seq_lens;     /* [B] */
+    int64_t num_threads;
+} AttentionBatch;
+
+/* The kernels that a tape can hold (tape.c); n counts rows. */
+void rms_norm(int64_t n, float *x, const float *residual, const float *weight, float eps, int64_t e, float *out,
+              int64_t num_threads);
+void head_norm(int64_t n, float *x, int64_t x_stride, const float *weight, float eps, int64_t heads, int64_t d,
+               int64_t num_threads);
+void rotate(int64_t n, float *x, int64_t x_stride, const float *cos, const float *sin, int64_t heads, int64_t d,
+            int64_t num_threads);
+void gated_activation(int64_t n, const float *gate_up, int64_t f, int64_t activation, float *out, int64_t num_threads);
+int linear(int64_t n, const float *x, const float *w, const float *bias, int64_t num_outputs, int64_t k, float *y,
+           int64_t num_threads);
+int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, const float *k, int64_t k_stride,
+                    const float *v, int64_t v_stride, float *keys, float *values, float scale, int64_t window,
+                    float *out);
+
 #endif

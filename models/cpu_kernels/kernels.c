@@ -11,18 +11,6 @@
 
 /* ---- attention ------------------------------------------------------------------------------------------ */
 
-/* What all layers of one forward share; mirrored by binding.AttentionBatch. */
-typedef struct {
-    int64_t num_tokens, num_seqs, max_blocks, block_size;
-    int64_t num_heads, num_kv_heads, head_dim;
-    int64_t max_query_len; /* sequences with more query tokens are left to the caller */
-    const int64_t *slot_mapping; /* [N] */
-    const int32_t *block_tables; /* [B, max_blocks] */
-    const int32_t *cu_seqlens_q; /* [B+1] */
-    const int32_t *seq_lens;     /* [B] */
-    int64_t num_threads;
-} AttentionBatch;
-
 typedef struct {
     int32_t seq, kv_head, first, last; /* keys first .. last-1 */
     int64_t out;                       /* index of the item's first partial row */
@@ -191,10 +179,40 @@ CLONED static void norm_row(float *x, const float *residual, const float *weight
 }
 
 /* out = x / rms(x) * weight over rows of E; with a residual, x += residual first, in place. */
-void rms_norm(float *x, const float *residual, const float *weight, float eps, int64_t n, int64_t e, float *out,
+void rms_norm(int64_t n, float *x, const float *residual, const float *weight, float eps, int64_t e, float *out,
               int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (n > 1 && n * e > SERIAL_ELEMENTS)
     for (int64_t r = 0; r < n; r++) norm_row(x + r * e, residual ? residual + r * e : 0, weight, eps, e, out + r * e);
+}
+
+CLONED static void head_norm_row(float *x, const float *weight, float eps, int64_t heads, int64_t d) {
+    for (int64_t h = 0; h < heads; h++) norm_row(x + h * d, 0, weight + h * d, eps, d, x + h * d);
+}
+
+/* Each head of x ([N, H, D], rows x_stride apart) is divided by its rms and multiplied by its weights [H, D], in place. */
+void head_norm(int64_t n, float *x, int64_t x_stride, const float *weight, float eps, int64_t heads, int64_t d,
+               int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (n > 1 && n * heads * d > SERIAL_ELEMENTS)
+    for (int64_t r = 0; r < n; r++) head_norm_row(x + r * x_stride, weight, eps, heads, d);
+}
+
+CLONED static void rotate_row(float *x, const float *cos, const float *sin, int64_t heads, int64_t half) {
+    for (int64_t h = 0; h < heads; h++) {
+        float *first = x + h * 2 * half, *second = first + half;
+        SIMD() for (int64_t i = 0; i < half; i++) {
+            const float a = first[i], b = second[i];
+            first[i] = a * cos[i] - b * sin[i];
+            second[i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+/* Rotates the halves of each head of x ([N, H, D], rows x_stride apart), in place; the angles' cosines are the first,
+ * their sines the last D / 2 of the rows of cos and sin [N, D]. */
+void rotate(int64_t n, float *x, int64_t x_stride, const float *cos, const float *sin, int64_t heads, int64_t d,
+            int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (n > 1 && n * heads * d > SERIAL_ELEMENTS)
+    for (int64_t r = 0; r < n; r++) rotate_row(x + r * x_stride, cos + r * d, sin + r * d + d / 2, heads, d / 2);
 }
 
 /* z * sigmoid(s), both forms of gate below; where exp would overflow the product is 0 to float precision. */
@@ -216,7 +234,8 @@ CLONED static void gelu_tanh_row(const float *gate, const float *up, int64_t f, 
 }
 
 /* gate_up [N, 2F] -> out [N, F] = act(gate) * up; activation 0: SiLU, 1: GELU in its tanh form. */
-void gated_activation(const float *gate_up, int64_t n, int64_t f, int64_t activation, float *out, int64_t num_threads) {
+void gated_activation(int64_t n, const float *gate_up, int64_t f, int64_t activation, float *out,
+                      int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (n > 1 && n * f > SERIAL_ELEMENTS)
     for (int64_t r = 0; r < n; r++) {
         const float *gate = gate_up + r * 2 * f;

@@ -1,9 +1,9 @@
 """Token embedding and output head; the vocabulary is padded to a multiple of the ranks and sliced."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader
 
@@ -22,34 +22,34 @@ def load_vocabulary_slice(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are split over the ranks; `weight` is of load_vocabulary_slice."""
+    """Embedding whose rows are split over the ranks; `matrix` holds those of load_vocabulary_slice."""
 
-    def __init__(self, weight: nn.Parameter, parallel: TensorParallel) -> None:
+    def __init__(self, matrix: Matrix, parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight = weight
+        self.matrix = matrix
         self.parallel = parallel
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[N] -> [N, E], on all ranks."""
         if self.parallel.size == 1:
-            return F.embedding(input_ids, self.weight)
-        num_rows = self.weight.shape[0]
+            return self.matrix.rows(input_ids)
+        num_rows = self.matrix.shape[0]
         local = input_ids - self.parallel.rank * num_rows
         absent = (local < 0) | (local >= num_rows)
-        rows = F.embedding(local.masked_fill(absent, 0), self.weight)
+        rows = self.matrix.rows(local.masked_fill(absent, 0))
         return self.parallel.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
 
 class VocabParallelHead(nn.Module):
-    """Output head whose rows are split over the ranks; `weight` is of load_vocabulary_slice."""
+    """Output head whose rows are split over the ranks; `matrix` holds those of load_vocabulary_slice."""
 
-    def __init__(self, weight: nn.Parameter, vocab_size: int, parallel: TensorParallel) -> None:
+    def __init__(self, matrix: Matrix, vocab_size: int, parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight = weight
+        self.matrix = matrix
         self.vocab_size = vocab_size
         self.parallel = parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32, on all ranks."""
-        logits = self.parallel.all_gather_last_dim(F.linear(hidden, self.weight))
+        logits = self.parallel.all_gather_last_dim(self.matrix(hidden))
         return logits[:, : self.vocab_size].float()

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from specserve.models.hub import ModelError
+from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader
 
@@ -54,20 +54,22 @@ class ColumnParallelLinear(nn.Module):
         shards = [shard_units(projection, parallel) for projection in projections]
         self.num_units = [count for _, count in shards]
         sizes = [count * p.unit_size for p, count in zip(projections, self.num_units, strict=True)]
-        self.weight = reader.allocate(sum(sizes), in_features)
+        weight = reader.allocate(sum(sizes), in_features)
         self.bias = reader.allocate(sum(sizes)) if bias else None
         row = 0
         for projection, (first, _), size in zip(projections, shards, sizes, strict=True):
             total, start = projection.num_units * projection.unit_size, first * projection.unit_size
             scope = reader.scope(projection.name)
-            scope.copy("weight", self.weight[row : row + size], shape=(total, in_features), offset=(start, 0))
+            scope.copy("weight", weight[row : row + size], shape=(total, in_features), offset=(start, 0))
             if self.bias is not None:
                 scope.copy("bias", self.bias[row : row + size], shape=(total,), offset=(start,))
             row += size
+        self.matrix = Matrix(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in_features] -> [N, this rank's outputs of all projections, one after the other]."""
-        return F.linear(x, self.weight, self.bias)
+        out: torch.Tensor = self.matrix(x, self.bias)
+        return out
 
 
 class RowParallelLinear(nn.Module):
@@ -87,9 +89,10 @@ class RowParallelLinear(nn.Module):
         self.parallel = parallel
         first, count = shard_units(projection, parallel)
         unit, scope = projection.unit_size, reader.scope(projection.name)
-        self.weight = reader.allocate(out_features, count * unit)
+        weight = reader.allocate(out_features, count * unit)
         shape = (out_features, projection.num_units * unit)
-        scope.copy("weight", self.weight, shape=shape, offset=(0, first * unit))
+        scope.copy("weight", weight, shape=shape, offset=(0, first * unit))
+        self.matrix = Matrix(weight)
         self.bias = reader.allocate(out_features) if bias else None
         if self.bias is not None:
             scope.copy("bias", self.bias)
@@ -98,4 +101,4 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, this rank's inputs] -> [N, out_features], the same on all ranks."""
-        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias))
+        return self.parallel.all_reduce(self.matrix(x, self.bias))

@@ -30,8 +30,10 @@ class RMSNorm(nn.Module):
         """[..., size] -> the same shape."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise x + residual [N, size]; gives the normalised sum and the sum, which may reuse residual's memory."""
+    def add(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise x + residual [N, size] (None is 0); gives the normalised sum and the sum, perhaps in residual."""
+        if x is None:
+            return rms_norm(residual, self.weight, self.eps), residual
         if uses_kernels(x, residual, self.weight):
             return cpu.rms_norm(residual, self.weight, self.eps, x), residual
         residual = residual + x
@@ -51,7 +53,9 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, H, D] -> the same shape."""
+        """[N, H, D] -> the same shape, perhaps in place."""
+        if uses_kernels(self.weight) and cpu.takes_heads(x):
+            return cpu.head_norm(x, self.weight, self.eps)
         normalized = F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], None, self.eps)
         return (normalized * self.weight).to(x.dtype)
 

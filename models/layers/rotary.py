@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from specserve.models.cpu_kernels import binding as cpu
+from specserve.models.layers.dispatch import uses_kernels
 from specserve.models.rope_config import RopeConfig
 
 
@@ -42,7 +44,9 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads x [N, H, D]; the signs of rotate_half are in `sin`."""
+    """Rotate heads x [N, H, D], perhaps in place; the signs of rotate_half are in `sin`."""
+    if uses_kernels(cos, sin) and cpu.takes_heads(x):
+        return cpu.rotate(x, cos, sin)
     return x.roll(x.shape[-1] // 2, dims=-1).mul_(sin).add_(x * cos)
 
 
