@@ -84,6 +84,7 @@ class CausalLM(nn.Module):
         rows = load(head if only_head else embedding)
         head_rows = load(head) if not tied or (reader.has(head) and not only_head) else rows
         is_shared = head_rows is rows or (tied and torch.equal(head_rows, rows))
-        matrix = Matrix(rows)
-        self.embed_tokens = VocabParallelEmbedding(matrix, parallel)
-        self.head = VocabParallelHead(matrix if is_shared else Matrix(head_rows), config.vocab_size, parallel)
+        embedding_matrix = Matrix(rows, multiplies=is_shared)
+        head_matrix = embedding_matrix if is_shared else Matrix(head_rows)
+        self.embed_tokens = VocabParallelEmbedding(embedding_matrix, parallel)
+        self.head = VocabParallelHead(head_matrix, config.vocab_size, parallel)

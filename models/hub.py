@@ -56,26 +56,29 @@ def resolve_model(
     token: str | None = None,
     cache_dir: Path | None = None,
     offline: bool = False,
+    weight_files: Sequence[str] = (WEIGHTS_FILE,),
+    flag: str = "model_id",
 ) -> ModelFiles:
     """Find a model's files, downloading what is needed and not yet in the Hub's cache.
 
-    `model_id` is "demo", a directory in Hub format, a .gguf file, or a Hub id. With `offline`, only the cache is
-    looked at. Raises ModelError if nothing is there, access is refused, or the network fails.
+    Weights are what an index of safetensors names or, without one, what there is of weight_files. `model_id`, which
+    errors call `flag`, is "demo", a directory in Hub format, a .gguf file, or a Hub id. With `offline`, only the
+    cache is looked at. Raises ModelError if nothing is there, access is refused, or the network fails.
     """
     if not model_id:
-        raise ModelError("model_id is empty; give a Hub id, a directory, a .gguf file, or 'demo'")
+        raise ModelError(f"{flag} is empty; give a Hub id, a directory, a .gguf file, or 'demo'")
     if model_id == "demo":
         return ModelFiles(model_id, None, _demo_file(), "gguf")
     path = Path(model_id).expanduser()
     if path.exists():
         if revision is not None:
-            raise ModelError(
-                f"revision {revision!r} is for models of the Hub, but model_id {model_id!r} is a local path"
-            )
-        return _local_model(model_id, path)
+            raise ModelError(f"revision {revision!r} is for models of the Hub, but {flag} {model_id!r} is a local path")
+        return _local_model(model_id, path, flag)
     if path.is_absolute() or path.suffix == ".gguf" or model_id.startswith((".", "~")) or model_id.count("/") > 1:
-        raise ModelError(f"model_id {model_id!r}: there is no such file or directory")
-    return ModelFiles(model_id, revision, _download(model_id, revision, token, cache_dir, offline), "hub")
+        raise ModelError(f"{flag} {model_id!r}: there is no such file or directory")
+    return ModelFiles(
+        model_id, revision, _download(model_id, revision, token, cache_dir, offline, weight_files, flag), "hub"
+    )
 
 
 def shard_names(index_path: Path) -> dict[str, str]:
@@ -114,19 +117,27 @@ def _demo_file() -> Path:
     )
 
 
-def _local_model(model_id: str, path: Path) -> ModelFiles:
+def _local_model(model_id: str, path: Path, flag: str) -> ModelFiles:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"model_id {model_id!r} is a file but not a .gguf; give its directory or a .gguf file")
+            raise ModelError(f"{flag} {model_id!r} is a file but not a .gguf; give its directory or a .gguf file")
         return ModelFiles(model_id, None, path, "gguf")
     if not (path / CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {gguf_files[0]}, name that file itself" if gguf_files else ""
-        raise ModelError(f"model_id {model_id!r}: the directory has no {CONFIG_FILE}{hint}")
+        raise ModelError(f"{flag} {model_id!r}: the directory has no {CONFIG_FILE}{hint}")
     return ModelFiles(model_id, None, path, "hub")
 
 
-def _download(model_id: str, revision: str | None, token: str | None, cache_dir: Path | None, offline: bool) -> Path:
+def _download(
+    model_id: str,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    offline: bool,
+    weight_files: Sequence[str],
+    flag: str,
+) -> Path:
     def fetch(names: Sequence[str]) -> Path:
         return Path(
             snapshot_download(
@@ -139,18 +150,18 @@ def _download(model_id: str, revision: str | None, token: str | None, cache_dir:
             )
         )
 
-    where = f"model_id {model_id!r}" + (f" at revision {revision!r}" if revision else "")
+    where = f"{flag} {model_id!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         path = fetch(_SMALL_FILES)
         if not (path / CONFIG_FILE).is_file():
             found = "cache has" if offline else "repository has"
             raise ModelError(f"{where}: the {found} no {CONFIG_FILE}, so it is not a model in Hub format")
         index = path / INDEX_FILE
-        return fetch(sorted(set(shard_names(index).values())) if index.is_file() else [WEIGHTS_FILE])
+        return fetch(sorted(set(shard_names(index).values())) if index.is_file() else weight_files)
     except ModelError:
         raise
     except HFValidationError as error:
-        raise ModelError(f"model_id {model_id!r} is neither a local path nor a Hub id (owner/name): {error}") from error
+        raise ModelError(f"{flag} {model_id!r} is neither a local path nor a Hub id (owner/name): {error}") from error
     except GatedRepoError as error:
         raise ModelError(f"{where} is gated: accept its terms on the Hub and give a token that may read it") from error
     except RepositoryNotFoundError as error:

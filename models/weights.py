@@ -1,6 +1,6 @@
 """Streams weights from files into parameters, and accounts for every tensor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -43,20 +43,25 @@ class SafetensorsFiles:
     tensor_shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def open(cls, directory: Path) -> "SafetensorsFiles":
+    def open_file(cls, path: Path, *, integers: Collection[str] = ()) -> "SafetensorsFiles":
+        """One file, in which the tensors `integers` may hold int64."""
+        found = _read_header(path, integers)
+        return cls(dict.fromkeys(found, path), found)
+
+    @classmethod
+    def open(cls, directory: Path, *, integers: Collection[str] = ()) -> "SafetensorsFiles":
         """Read the headers of all files; errors name the file and what is wrong with it."""
         index = directory / INDEX_FILE
         if not index.is_file():
             single = directory / WEIGHTS_FILE
             if not single.is_file():
                 raise ModelError(_no_weights(directory))
-            found = _read_header(single)
-            return cls(dict.fromkeys(found, single), found)
+            return cls.open_file(single, integers=integers)
         weight_map = {name: directory / shard for name, shard in shard_names(index).items()}
         paths = sorted(set(weight_map.values()))
         if missing := [path.name for path in paths if not path.is_file()]:
             raise ModelError(f"{index}: names {_some(missing)}, which {_is_are(missing)} not there; download again")
-        headers = {path: _read_header(path) for path in paths}
+        headers = {path: _read_header(path, integers) for path in paths}
         for name, path in weight_map.items():
             if name not in headers[path]:
                 raise ModelError(f"{index}: places tensor {name!r} in {path.name}, which doesn't hold it")
@@ -79,7 +84,42 @@ class SafetensorsFiles:
             out.copy_(file.get_slice(name)[part])
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A file of torch.save, read by torch's weights-only loader, which runs no code of the file."""
+
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> "TorchFile":
+        """Map the file; ModelError if it holds anything but tensors by name."""
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # the loader raises whatever its parser trips over
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ModelError(f"{path}: torch's weights-only loader refuses it: {reason}") from error
+        if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
+        ):
+            raise ModelError(f"{path}: must hold nothing but tensors by name")
+        return cls(path, tensors)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def describe(self, name: str) -> str:
+        """The file."""
+        return str(self.path)
+
+    def copy(self, name: str, out: torch.Tensor, offset: tuple[int, ...]) -> None:
+        """Fill `out` from a tensor."""
+        part = tuple(slice(start, start + size) for start, size in zip(offset, out.shape, strict=True))
+        out.copy_(self.tensors[name][part])
+
+
+def _read_header(path: Path, integers: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of one file."""
     with path.open("rb") as raw:
         start = raw.read(100)
@@ -91,7 +131,7 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it isn't a mapping)
             for name, part in slices.items():
-                if part.get_dtype() not in _DTYPES:
+                if part.get_dtype() not in ({"I64"} if name in integers else _DTYPES):
                     raise ModelError(
                         f"{path}: tensor {name!r} has the dtype {part.get_dtype()}; supported are "
                         f"{', '.join(sorted(_DTYPES))}"
@@ -119,9 +159,10 @@ class _Account:
     """What has been asked for so far, shared by all scopes of a reader."""
 
     source: WeightSource
-    names: dict[str, str]  # name with the prefix "model." -> name in the source
+    names: dict[str, str]  # name with the prefix -> name in the source
     shapes: dict[str, tuple[int, ...]]
     consumed: set[str] = field(default_factory=set)
+    num_parameters: int = 0
     missing: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
 
@@ -133,11 +174,13 @@ class WeightReader:
     computed before it has returned.
     """
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, prefix: str = "model."
+    ) -> None:
+        """Checkpoints of the bare decoder lack `prefix` in all names; they are asked for with it all the same."""
         shapes = source.shapes()
-        # Checkpoints of the bare decoder lack the prefix.
-        bare = not any(name.startswith("model.") for name in shapes)
-        prefixed = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in shapes}
+        bare = bool(prefix) and not any(name.startswith(prefix) for name in shapes)
+        prefixed = {name: f"{prefix}{name}" if bare and not name.startswith("lm_head.") else name for name in shapes}
         self._account = _Account(source, {full: name for name, full in prefixed.items()}, shapes)
         self._prefix = ""
         self.dtype = dtype
@@ -153,6 +196,11 @@ class WeightReader:
     def has(self, name: str) -> bool:
         """Whether the files hold a tensor."""
         return self._prefix + name in self._account.names
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in the files, None if they don't hold it."""
+        key = self._account.names.get(self._prefix + name)
+        return None if key is None else self._account.shapes[key]
 
     def allocate(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """An uninitialised parameter without a gradient, of the serving dtype unless another is given."""
@@ -174,14 +222,24 @@ class WeightReader:
         if account.shapes[key] != expected:
             account.misshaped.append(f"{full} is {_dims(account.shapes[key])} instead of {_dims(expected)}")
             return
+        account.num_parameters += out.numel() * out.is_floating_point()
         try:
             account.source.copy(key, out, tuple(offset or (0,) * len(expected)))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{account.source.describe(key)}: can't be read: {error}") from error
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that were copied so far, on this rank."""
+        return self._account.num_parameters
+
     def skip(self, name: str) -> None:
-        """Count a tensor as known without reading it."""
-        self._account.consumed.add(self._account.names[self._prefix + name])
+        """Count a tensor, which must be there, as known without reading it."""
+        key = self._account.names.get(self._prefix + name)
+        if key is None:
+            self._account.missing.append(self._prefix + name)
+        else:
+            self._account.consumed.add(key)
 
     def finish(self) -> None:
         """Raise ModelError naming the tensors that were missing, have a wrong shape, or that nobody asked for."""

@@ -513,6 +513,9 @@ class GenerationSummary(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
+    MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     prompt_tokens: _builtins.int
     """After truncation, BOS included."""
@@ -533,6 +536,14 @@ class GenerationSummary(_message.Message):
     """Prompt tokens whose KV was found in the prefix cache."""
     stop_string: _builtins.str
     stop_token_id: _builtins.int
+    num_drafts: _builtins.int
+    """Verifications of at least one drafted token. 1 + accepted_tokens / num_drafts is the mean acceptance length."""
+    mean_acceptance_length: _builtins.float
+    """Mean tokens that came of a verified draft, the target's own one included; unset where nothing was drafted."""
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often the first, second, … token of a draft was kept."""
+
     def __init__(
         self,
         *,
@@ -548,15 +559,22 @@ class GenerationSummary(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         stop_string: _builtins.str | None = ...,
         stop_token_id: _builtins.int | None = ...,
+        num_drafts: _builtins.int = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
+        mean_acceptance_length: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "mean_acceptance_length", b"mean_acceptance_length", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "decode_seconds", b"decode_seconds", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "decode_seconds", b"decode_seconds", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "mean_acceptance_length", b"mean_acceptance_length", "num_drafts", b"num_drafts", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mean_acceptance_length: _TypeAlias = _typing.Literal["mean_acceptance_length"]  # noqa: Y015
+    _WhichOneofArgType__mean_acceptance_length: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length"]  # noqa: Y015
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_acceptance_length) -> _WhichOneofReturnType__mean_acceptance_length | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
     @_typing.overload
@@ -734,6 +752,9 @@ class SpeculatorInfo(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
+    MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     type: _builtins.str
     """"none", "medusa", "mlp" or "usd"."""
     id: _builtins.str
@@ -742,6 +763,11 @@ class SpeculatorInfo(_message.Message):
     num_parameters: _builtins.int
     drafted_tokens: _builtins.int
     accepted_tokens: _builtins.int
+    num_drafts: _builtins.int
+    """These as in GenerationSummary, over all requests since the start."""
+    mean_acceptance_length: _builtins.float
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -751,12 +777,17 @@ class SpeculatorInfo(_message.Message):
         num_parameters: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
+        mean_acceptance_length: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "mean_acceptance_length", b"mean_acceptance_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "id", b"id", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "id", b"id", "mean_acceptance_length", b"mean_acceptance_length", "num_drafts", b"num_drafts", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__mean_acceptance_length: _TypeAlias = _typing.Literal["mean_acceptance_length"]  # noqa: Y015
+    _WhichOneofArgType__mean_acceptance_length: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_acceptance_length) -> _WhichOneofReturnType__mean_acceptance_length | None: ...
 
 Global___SpeculatorInfo: _TypeAlias = SpeculatorInfo  # noqa: Y015
 

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def report(records: Sequence[RequestRecord]) -> dict[str, Any]:
     output_tokens = sum(summary.generated_tokens for summary in summaries)
     drafted = sum(summary.drafted_tokens for summary in summaries)
     accepted = sum(summary.accepted_tokens for summary in summaries)
+    num_drafts = sum(summary.num_drafts for summary in summaries)
+    per_position = [sum(column) for column in zip_longest(*(s.accepted_per_position for s in summaries), fillvalue=0)]
     first_tokens = [record.time_to_first_token for record in completed]
     return {
         "requests": len(records),
@@ -161,6 +164,8 @@ def report(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "drafted_tokens": drafted,
         "accepted_tokens": accepted,
         "acceptance_rate": accepted / drafted if drafted else None,
+        "accepted_per_position": per_position,
+        "mean_acceptance_length": 1 + accepted / num_drafts if num_drafts else None,
     }
 
 

@@ -206,6 +206,9 @@ def summary_from(message: pb.GenerationSummary) -> Summary:
         decode_seconds=message.decode_seconds,
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
+        num_drafts=message.num_drafts,
+        accepted_per_position=tuple(message.accepted_per_position),
+        mean_acceptance_length=_optional(message, "mean_acceptance_length"),
         cached_prompt_tokens=message.cached_prompt_tokens,
         stop_string=_optional(message, "stop_string"),
         stop_token_id=_optional(message, "stop_token_id"),
@@ -243,6 +246,8 @@ def tokenization_from(message: pb.TokenizeResponse) -> Tokenization:
 def info_from(message: pb.InfoResponse) -> ServerInfo:
     """The answer of Info; the fields of both carry the same names."""
     speculator = {item.name: getattr(message.speculator, item.name) for item in fields(SpeculatorInfo)}
+    speculator["accepted_per_position"] = tuple(message.speculator.accepted_per_position)
+    speculator["mean_acceptance_length"] = _optional(message.speculator, "mean_acceptance_length")
     values = {item.name: getattr(message, item.name) for item in fields(ServerInfo)}
     values |= {"speculator": SpeculatorInfo(**speculator), "eos_token_ids": tuple(message.eos_token_ids)}
     return ServerInfo(**values)

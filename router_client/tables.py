@@ -21,6 +21,8 @@ def summary_line(summary: Summary, seconds: float, first_token_seconds: float | 
         parts.append(f"time to first token: {first_token_seconds:.3f} s")
     if summary.drafted_tokens:
         parts.append(f"accepted drafts: {summary.accepted_tokens}/{summary.drafted_tokens}")
+        if summary.mean_acceptance_length is not None:
+            parts.append(f"mean acceptance length: {summary.mean_acceptance_length:.2f}")
     return ", ".join(parts)
 
 
@@ -31,11 +33,16 @@ def info_table(info: ServerInfo) -> Table:
         value = getattr(info, item.name)
         if isinstance(value, SpeculatorInfo):
             for part in fields(SpeculatorInfo):
-                table.add_row(f"speculator {part.name.replace('_', ' ')}", str(getattr(value, part.name)))
+                table.add_row(f"speculator {part.name.replace('_', ' ')}", _shown(getattr(value, part.name)))
         else:
-            text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            table.add_row(item.name.replace("_", " "), text)
+            table.add_row(item.name.replace("_", " "), _shown(value))
     return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float | None, digits: int = 1) -> str:
@@ -58,6 +65,8 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
     if report["drafted_tokens"]:
         drafts = f"{report['accepted_tokens']} of {report['drafted_tokens']} ({report['acceptance_rate']:.1%})"
         totals.add_row("accepted drafts", drafts)
+        totals.add_row("accepted per position", ", ".join(map(str, report["accepted_per_position"])))
+        totals.add_row("mean acceptance length", _number(report["mean_acceptance_length"], 2))
 
     times = Table("milliseconds", "mean", *(f"p{percent}" for percent in PERCENTILES))
     for label, key in (

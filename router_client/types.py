@@ -94,6 +94,9 @@ class Summary:
     decode_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    num_drafts: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    mean_acceptance_length: float | None = None
     cached_prompt_tokens: int = 0
     stop_string: str | None = None
     stop_token_id: int | None = None
@@ -144,6 +147,9 @@ class SpeculatorInfo:
     num_parameters: int
     drafted_tokens: int
     accepted_tokens: int
+    num_drafts: int
+    accepted_per_position: tuple[int, ...]
+    mean_acceptance_length: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def serve(
     max_top_n_tokens: opt.MaxTopNTokens = 5,
     speculator: opt.Speculator = SpeculatorType.NONE,
     speculator_id: opt.SpeculatorId = None,
+    num_speculative_tokens: opt.NumSpeculativeTokens = None,
     hostname: opt.Hostname = None,
     port: opt.Port = None,
     unix_socket: opt.UnixSocket = None,
@@ -141,11 +142,17 @@ def _announcer(config: ServerConfig) -> Callable[[str, "Serving"], None]:
     def announce(address: str, serving: "Serving") -> None:
         stats, model_id = serving.engine.stats(), serving.description.model_id
         num_kv_tokens = stats.num_blocks * stats.block_size
+        speculator = serving.description.speculator
         if config.log.json:
             ready = {"event": "ready", "address": address, "model_id": model_id, "kv_tokens": num_kv_tokens}
-            _print_line(json.dumps(ready))
+            _print_line(json.dumps({**ready, "speculator": dataclasses.asdict(speculator)}))
         else:
-            _print_line(f"specserve is ready at {address}: model {model_id}, {num_kv_tokens} KV tokens")
+            line = f"specserve is ready at {address}: model {model_id}, {num_kv_tokens} KV tokens"
+            if speculator.num_speculative_tokens:
+                size = f"{speculator.num_parameters / 1e6:.1f}M parameters"
+                line += f", speculator {speculator.type} {speculator.id} ({size})"
+                line += f" drafting {speculator.num_speculative_tokens} tokens"
+            _print_line(line)
 
     return announce
 

@@ -102,11 +102,20 @@ MaxConcurrentRequests = Annotated[
 MaxStopSequences = Annotated[int, _option(_LIMITS, "MAX_STOP_SEQUENCES", "Most stop strings of a request.", min=0)]
 MaxTopNTokens = Annotated[int, _option(_LIMITS, "MAX_TOP_N_TOKENS", "Largest top_n_tokens of a request.", min=0)]
 
-Speculator = Annotated[
-    SpeculatorType, _option(_SPECULATOR, "SPECULATOR", "What drafts tokens; only none is built yet.")
-]
+Speculator = Annotated[SpeculatorType, _option(_SPECULATOR, "SPECULATOR", "What drafts tokens; usd is not built yet.")]
 SpeculatorId = Annotated[
     str | None, _option(_SPECULATOR, "SPECULATOR_ID", "Hub id or directory of the speculator.", show_default=False)
+]
+
+NumSpeculativeTokens = Annotated[
+    int | None,
+    _auto(
+        _SPECULATOR,
+        ["SPECULATE", "SPECSERVE_NUM_SPECULATIVE_TOKENS"],
+        "Most tokens to draft a step.",
+        "all that the speculator can",
+        min=1,
+    ),
 ]
 
 Hostname = Annotated[str | None, _auto(_SERVER, None, _HOSTNAME_HELP, "0.0.0.0")]

@@ -101,7 +101,7 @@ class SpeculatorOptions:
 
     type: SpeculatorType = SpeculatorType.NONE
     id: str | None = None
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int | None = None  # None: as many as it can draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def resolve(flags: Mapping[str, Any]) -> ServerConfig:
             max_batch_size=flags["max_batch_size"],
             max_concurrent_requests=flags["max_concurrent_requests"],
         ),
-        speculator=_speculator(flags["speculator"], flags["speculator_id"]),
+        speculator=_speculator(flags),
         parallel=ParallelOptions(num_shard=flags["num_shard"], num_threads=flags["num_threads"]),
         server=_listen(flags),
         log=LogOptions(level=flags["log_level"], json=flags["json_logs"]),
@@ -223,12 +223,18 @@ def _kv_cache_memory(text: str | None) -> int | None:
     return num_bytes
 
 
-def _speculator(kind: SpeculatorType, speculator_id: str | None) -> SpeculatorOptions:
-    if kind is not SpeculatorType.NONE:
-        raise ConfigError(f"--speculator is {kind}; it is not built yet, only none is")
-    if speculator_id is not None:
-        raise ConfigError(f"--speculator-id is {speculator_id!r}, but --speculator is none; leave it out")
-    return SpeculatorOptions(kind)
+def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
+    kind, speculator_id = flags["speculator"], flags["speculator_id"]
+    num_tokens = flags["num_speculative_tokens"]
+    if kind is SpeculatorType.USD:
+        raise ConfigError(f"--speculator is {kind}; it is not built yet, choose none, medusa or mlp")
+    if kind is SpeculatorType.NONE:
+        for flag, value in (("--speculator-id", speculator_id), ("--num-speculative-tokens", num_tokens)):
+            if value is not None:
+                raise ConfigError(f"{flag} is {value!r}, but --speculator is none; leave it out")
+    elif not speculator_id:
+        raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
+    return SpeculatorOptions(kind, speculator_id, num_tokens)
 
 
 def _listen(flags: Mapping[str, Any]) -> ListenOptions:

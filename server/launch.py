@@ -15,10 +15,13 @@ from specserve.server.engine.async_engine import AsyncEngine
 from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
 from specserve.server.engine.scheduler import Scheduler
-from specserve.server.serving import ModelDescription, Serving
+from specserve.server.serving import ModelDescription, Serving, SpeculatorDescription
 from specserve.server.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.worker.memory import num_kv_blocks, warm_up
 from specserve.server.worker.model_runner import ModelRunner
+from specserve.speculators.base import Speculator
+from specserve.speculators.checkpoint import Base
+from specserve.speculators.registry import load_speculator, weight_files
 
 
 def build(config: ServerConfig) -> Serving:
@@ -38,6 +41,7 @@ def build(config: ServerConfig) -> Serving:
     max_total_tokens = _max_total_tokens(config.scheduler, model_config)
     tokenizer = load_tokenizer(files, model_config.vocab_size)
     model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
+    speculator = _speculator(config, Base(model, files))
     num_blocks = num_kv_blocks(
         model,
         dtype=dtype,
@@ -48,12 +52,12 @@ def build(config: ServerConfig) -> Serving:
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
     max_total_tokens = _fit_total_tokens(config.scheduler, max_total_tokens, num_blocks * block_size)
-    engine = _engine(config, model, num_blocks, block_size, max_total_tokens, dtype, device)
+    engine = _engine(config, model, speculator, num_blocks, block_size, max_total_tokens, dtype, device)
     return Serving(
         engine=engine,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
-        description=_describe(config, files, model, tokenizer, max_total_tokens, dtype, device),
+        description=_describe(config, files, model, speculator, tokenizer, max_total_tokens, dtype, device),
     )
 
 
@@ -92,9 +96,25 @@ def _fit_total_tokens(options: SchedulerOptions, max_total_tokens: int, num_kv_t
     return num_kv_tokens
 
 
+def _speculator(config: ServerConfig, base: Base) -> Speculator:
+    options, files = config.speculator, None
+    if options.id is not None:
+        files = resolve_model(
+            options.id,
+            token=config.model.hub_token,
+            offline=config.model.offline,
+            weight_files=weight_files(options.type),
+            flag="--speculator-id",
+        )
+    return load_speculator(
+        options.type, files, base, parallel=TensorParallel(), num_tokens=options.num_speculative_tokens
+    )
+
+
 def _engine(
     config: ServerConfig,
     model: CausalLM,
+    speculator: Speculator,
     num_blocks: int,
     block_size: int,
     max_total_tokens: int,
@@ -113,12 +133,14 @@ def _engine(
     )
     for num_tokens in (min(options.max_batch_tokens, max_total_tokens), 1):
         warm_up(model, kv_cache, num_tokens)
-    runner = ModelRunner(model, kv_cache, max_rows=options.max_batch_size, max_total_tokens=max_total_tokens)
+    runner = ModelRunner(
+        model, kv_cache, speculator, max_rows=options.max_batch_size, max_total_tokens=max_total_tokens
+    )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, prefix_caching=config.cache.prefix_caching),
         max_batch_tokens=options.max_batch_tokens,
         max_batch_size=options.max_batch_size,
-        num_speculative_tokens=config.speculator.num_speculative_tokens,
+        num_speculative_tokens=speculator.max_draft_tokens,
     )
     return AsyncEngine(Engine(scheduler, runner), max_concurrent_requests=options.max_concurrent_requests)
 
@@ -127,6 +149,7 @@ def _describe(
     config: ServerConfig,
     files: ModelFiles,
     model: CausalLM,
+    speculator: Speculator,
     tokenizer: Tokenizer,
     max_total_tokens: int,
     dtype: torch.dtype,
@@ -156,4 +179,10 @@ def _describe(
         max_total_tokens=max_total_tokens,
         max_batch_tokens=config.scheduler.max_batch_tokens,
         max_batch_size=config.scheduler.max_batch_size,
+        speculator=SpeculatorDescription(
+            type=config.speculator.type,
+            id=config.speculator.id or "",
+            num_speculative_tokens=speculator.max_draft_tokens,
+            num_parameters=speculator.num_parameters,
+        ),
     )

@@ -77,10 +77,17 @@ def _summary(summary: GenerationSummary) -> pb.GenerationSummary:
         decode_seconds=summary.decode_seconds,
         drafted_tokens=summary.drafted_tokens,
         accepted_tokens=summary.accepted_tokens,
+        num_drafts=summary.num_drafts,
+        accepted_per_position=summary.accepted_per_position,
+        mean_acceptance_length=_mean_length(summary.accepted_tokens, summary.num_drafts),
         cached_prompt_tokens=summary.cached_prompt_tokens,
         stop_string=summary.stop_string,
         stop_token_id=summary.stop_token_id,
     )
+
+
+def _mean_length(num_accepted: int, num_drafts: int) -> float | None:
+    return 1 + num_accepted / num_drafts if num_drafts else None
 
 
 def info_message(
@@ -119,6 +126,9 @@ def info_message(
             num_parameters=model.speculator.num_parameters,
             drafted_tokens=stats.num_drafted_tokens,
             accepted_tokens=stats.num_accepted_tokens,
+            num_drafts=stats.num_drafts,
+            accepted_per_position=stats.accepted_per_position,
+            mean_acceptance_length=_mean_length(stats.num_accepted_tokens, stats.num_drafts),
         ),
         finished_requests=stats.num_finished,
         generated_tokens=stats.num_generated_tokens,

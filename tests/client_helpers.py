@@ -34,6 +34,9 @@ def script(*pieces: str) -> list[pb.GenerateStreamResponse]:
             decode_seconds=1.5,
             drafted_tokens=8,
             accepted_tokens=6,
+            num_drafts=4,
+            accepted_per_position=[4, 2],
+            mean_acceptance_length=2.5,
             cached_prompt_tokens=3,
         )
     )

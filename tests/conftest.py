@@ -204,3 +204,13 @@ def server_helpers():
 def peak_growth(model_helpers):
     """Path, kind and dtype of a model -> by how many bytes loading raises the peak of memory, bytes of the weights."""
     return model_helpers.peak_growth
+
+
+@pytest.fixture(scope="session")
+def speculator_helpers():
+    """The module speculator_helpers.py: checkpoints of speculators and their formulas."""
+    spec = importlib.util.spec_from_file_location("speculator_helpers", Path(__file__).parent / "speculator_helpers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

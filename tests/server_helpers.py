@@ -125,7 +125,7 @@ class FakeEngine:
                 times = (0.25, 0.5, 1.5)
                 seed = request.sampling.seed
                 summary = GenerationSummary(
-                    piece.finish_reason, prompt_tokens, num_tokens, seed, *times, 8, 6, 3, *stop
+                    piece.finish_reason, prompt_tokens, num_tokens, seed, *times, 8, 6, 4, (4, 2), 3, *stop
                 )
             prompt = None
             if number == 0 and request.prompt_details:
@@ -137,7 +137,7 @@ class FakeEngine:
                 return
 
     def stats(self) -> EngineStats:
-        return EngineStats(4, 24, 24 - self.num_open, self.num_open, 0, 7, 70, 1, 30, 20)
+        return EngineStats(4, 24, 24 - self.num_open, self.num_open, 0, 7, 70, 1, 10, 30, (9, 7, 4))
 
     async def drain(self, timeout_s: float) -> bool:
         self._is_draining = True

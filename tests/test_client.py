@@ -18,7 +18,7 @@ from specserve.router_client.types import FinishReason, StreamEvent, Summary, To
 
 PEM = (Path(__file__).parent / "data" / "loopback_tls.pem").read_text()
 TEXT = "Grüße 🤗 an\nalle"
-SUMMARY = Summary(FinishReason.EOS_TOKEN, 5, 8, 2**64 - 1, 0.25, 0.5, 1.5, 8, 6, 3)
+SUMMARY = Summary(FinishReason.EOS_TOKEN, 5, 8, 2**64 - 1, 0.25, 0.5, 1.5, 8, 6, 4, (4, 2), 2.5, 3)
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 

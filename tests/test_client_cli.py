@@ -46,7 +46,7 @@ def test_generate_streams_the_text_and_then_says_how_fast(fake_server, run):
     (line,) = result.stderr.strip().splitlines()
     pattern = (
         r"8 tokens in [\d.]+ s, [\d.]+ tokens/s, finish reason: eos_token, "
-        r"time to first token: [\d.]+ s, accepted drafts: 6/8"
+        r"time to first token: [\d.]+ s, accepted drafts: 6/8, mean acceptance length: 2.50"
     )
     assert re.fullmatch(pattern, line)
 

@@ -147,11 +147,14 @@ def test_info_is_whole():
         if field.name == "eos_token_ids":
             message.eos_token_ids.extend([7, 2])
         elif field.name == "speculator":
-            message.speculator.CopyFrom(pb.SpeculatorInfo(type="mlp", id="é", accepted_tokens=2**40))
+            message.speculator.CopyFrom(
+                pb.SpeculatorInfo(type="mlp", id="é", accepted_tokens=2**40, accepted_per_position=[3, 2])
+            )
         else:
             setattr(message, field.name, str(number) if field.type == field.TYPE_STRING else number)
     info = messages.info_from(message)
-    assert info.speculator == SpeculatorInfo("mlp", "é", 0, 0, 0, 2**40) and info.eos_token_ids == (7, 2)
+    assert info.speculator == SpeculatorInfo("mlp", "é", 0, 0, 0, 2**40, 0, (3, 2), None)
+    assert info.eos_token_ids == (7, 2)
     for field in pb.InfoResponse.DESCRIPTOR.fields:
         if field.name not in ("eos_token_ids", "speculator"):
             assert getattr(info, field.name) == getattr(message, field.name)

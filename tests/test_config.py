@@ -22,8 +22,10 @@ from specserve.server.config import (
     ParallelOptions,
     SchedulerOptions,
     ServerConfig,
+    SpeculatorOptions,
     parse_size,
 )
+from specserve.speculators.base import SpeculatorType
 
 # Every variable that `serve` reads, so that the tester's own environment changes nothing.
 VARIABLES = [
@@ -98,7 +100,9 @@ ALL_FLAGS = {
     "--max-concurrent-requests": ("MAX_CONCURRENT_REQUESTS", "6"),
     "--max-stop-sequences": ("MAX_STOP_SEQUENCES", "7"),
     "--max-top-n-tokens": ("MAX_TOP_N_TOKENS", "8"),
-    "--speculator": ("SPECULATOR", "none"),
+    "--speculator": ("SPECULATOR", "mlp"),
+    "--speculator-id": ("SPECULATOR_ID", "org/heads"),
+    "--num-speculative-tokens": ("SPECULATE", "3"),
     "--hostname": ("HOSTNAME", "127.0.0.1"),
     "--port": ("PORT", "0"),
     "--unix-socket": ("SPECSERVE_UNIX_SOCKET", "/tmp/s.sock"),
@@ -111,6 +115,7 @@ EVERYTHING = ServerConfig(
     ModelOptions("org/né", "v2", DType.BFLOAT16, Device.CPU, AttentionBackendName.TORCH, True, None),
     CacheOptions(3 * 2**29, 32, False),
     SchedulerOptions(100, 200, 300, 5, 6),
+    SpeculatorOptions(SpeculatorType.MLP, "org/heads", 3),
     parallel=ParallelOptions(1, 3),
     server=ListenOptions("127.0.0.1", 0, Path("/tmp/s.sock"), 10**6, 0.5, 7, 8),
     log=LogOptions(LogLevel.DEBUG, True),
@@ -229,7 +234,10 @@ def test_wrong_sizes(text):
         (["--model-id", "x", "--port", "99999"], ["--port", "65535"]),
         (["--model-id", "x", "--port", "eins"], ["--port"]),
         (["--model-id", "x", "--dtype", "int3"], ["--dtype", "int3", "bfloat16"]),
-        (["--model-id", "x", "--speculator", "mlp"], ["--speculator is mlp", "not built yet"]),
+        (["--model-id", "x", "--speculator", "usd"], ["--speculator is usd", "not built yet"]),
+        (["--model-id", "x", "--speculator", "mlp"], ["--speculator is mlp", "--speculator-id is missing"]),
+        (["--model-id", "x", "--num-speculative-tokens", "2"], ["--num-speculative-tokens is 2", "is none"]),
+        (["--model-id", "x", "--num-speculative-tokens", "0"], ["--num-speculative-tokens", "0"]),
         (["--model-id", "x", "--speculator", "magic"], ["--speculator", "magic"]),
         (["--model-id", "x", "--speculator-id", "y"], ["--speculator-id is 'y'", "--speculator is none"]),
         (["--model-id", "x", "--num-shard", "2"], ["--num-shard is 2", "only 1"]),

@@ -96,6 +96,9 @@ async def test_summary(server):
         decode_seconds=1.5,
         drafted_tokens=8,
         accepted_tokens=6,
+        num_drafts=4,
+        accepted_per_position=[4, 2],
+        mean_acceptance_length=2.5,
         cached_prompt_tokens=3,
     )
     answer = await server.stub.Generate(prompt(stopping=pb.StoppingParameters(stop=["🤗", "ß"])))
@@ -142,7 +145,8 @@ async def test_info(server):
     assert (info.max_stop_sequences, info.max_top_n_tokens) == (4, 5)
     assert (info.block_size, info.num_blocks, info.free_blocks) == (4, 24, 24)
     assert (info.finished_requests, info.generated_tokens, info.preemptions) == (7, 70, 1)
-    assert info.speculator == pb.SpeculatorInfo(type="none", drafted_tokens=30, accepted_tokens=20)
+    counts = {"drafted_tokens": 30, "accepted_tokens": 20, "num_drafts": 10, "accepted_per_position": [9, 7, 4]}
+    assert info.speculator == pb.SpeculatorInfo(type="none", mean_acceptance_length=3.0, **counts)
     assert info.version and 0 < info.uptime_seconds < 60
 
 

@@ -15,10 +15,11 @@ class Matrix(nn.Module):
     every batch; else it stays as it is.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, *, multiplies: bool = True) -> None:
+        """With `multiplies` False only `rows` is to be used, for which a weight stays as it is."""
         super().__init__()
         self.shape = weight.shape
-        self.in_panels = uses_kernels(weight)
+        self.in_panels = multiplies and uses_kernels(weight)
         self.weight = nn.Parameter(cpu.to_panels(weight) if self.in_panels else weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -67,6 +67,10 @@ class Sampler:
         if history is not None:
             history.add(token_ids)
 
+    def seed_of(self, row_slot: int) -> int:
+        """The seed of the request in a row slot."""
+        return self._of(row_slot).seed
+
     def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
         """One token for each row of logits [R, V] (float32, not changed); id None if there is a NaN or +inf."""
         assert logits.shape == (len(rows), self._vocab_size)
@@ -76,7 +80,39 @@ class Sampler:
             indices = self._tensor(touched)
             drawn = self._choose(logits[indices], [rows[index] for index in touched])
             chosen[indices] = torch.where(chosen[indices] < 0, -1, drawn)
-        return self._with_logprobs(logits, rows, chosen.tolist())
+        return self.with_logprobs(logits, rows, chosen.tolist())
+
+    def choose_drafts(
+        self, logits: torch.Tensor, rows: list[SampleRow], target_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Columns [B] of a drafter's logits [B, Vd]: greedy rows get the first of the largest, others a draw.
+
+        A draw uses the noise that the target's own draw at the same position will use (coupled), by the target's ids
+        target_ids [Vd] (None: the columns), and the request's temperature and truncations; penalties are left to the
+        target. Rows that aren't finite get column 0.
+        """
+        chosen = argmax(logits)
+        params = [self._of(row.row_slot) for row in rows]
+        sampled = [index for index, item in enumerate(params) if not item.is_greedy]
+        if sampled:
+            drawn = self._draw(logits[sampled], [rows[index] for index in sampled], target_ids)
+            chosen[sampled] = torch.where(chosen[sampled] < 0, -1, drawn)
+        return chosen.clamp_(min=0)
+
+    def distribution(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+        """The law [R, V], float64, that `sample` draws from; rows that aren't finite are NaN."""
+        processed = logits.clone()
+        self._process(processed, rows)
+        law = torch.zeros(logits.shape, dtype=torch.float64, device=self._device)
+        best = torch.where(argmax(logits) < 0, -1, argmax(processed))
+        is_greedy = torch.tensor([self._of(row.row_slot).is_greedy for row in rows], device=self._device)
+        greedy, sampled = ((best >= 0) & is_greedy).nonzero()[:, 0], ((best >= 0) & ~is_greedy).nonzero()[:, 0]
+        law[best < 0] = torch.nan
+        law[greedy, best[greedy]] = 1.0
+        scaled, truncation = self._scaled(processed[sampled], [rows[index] for index in sampled.tolist()])
+        for row_indices, kept, token_ids in truncate(scaled, truncation) if len(sampled) else ():
+            law[sampled[row_indices, None], token_ids] = kept.double().softmax(dim=1)
+        return law
 
     # ---- choosing
 
@@ -91,35 +127,60 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
         """Logits [S, V], which are changed -> [S] token ids, -1 where none can be chosen."""
         self._process(logits, rows)
-        of = [self._of(row.row_slot) for row in rows]
-        greedy = [i for i, params in enumerate(of) if params.is_greedy]
-        whole = [i for i, params in enumerate(of) if not params.is_greedy and not params.truncates]
-        truncated = [i for i, params in enumerate(of) if not params.is_greedy and params.truncates]
+        is_greedy = [self._of(row.row_slot).is_greedy for row in rows]
         chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        greedy = [index for index, value in enumerate(is_greedy) if value]
+        sampled = [index for index, value in enumerate(is_greedy) if not value]
         if greedy:
             chosen[greedy] = argmax(logits[greedy])
-        for indices, draw in ((whole, self._draw_whole), (truncated, self._draw_truncated)):
-            if indices:
-                some_rows = [rows[i] for i in indices]
-                keys = row_keys(((self._of(r.row_slot).seed, r.position) for r in some_rows), Purpose.TARGET)
-                values = self._values[self._tensor([row.row_slot for row in some_rows])]
-                chosen[indices] = draw(logits[indices], values, keys)
+        if sampled:
+            chosen[sampled] = self._draw(logits[sampled], [rows[index] for index in sampled], None)
         return chosen
 
-    def _draw_whole(self, logits: torch.Tensor, values: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-        return gumbel_argmax(logits, values[:, 0].float().contiguous(), keys)
+    def _draw(self, logits: torch.Tensor, rows: list[SampleRow], target_ids: torch.Tensor | None) -> torch.Tensor:
+        """Columns [S] drawn from logits [S, n]; `target_ids` as in choose_drafts."""
+        truncates = [self._of(row.row_slot).truncates for row in rows]
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        for kind, draw in ((False, self._draw_whole), (True, self._draw_truncated)):
+            indices = [index for index, value in enumerate(truncates) if value is kind]
+            if indices:
+                some_rows = [rows[index] for index in indices]
+                keys = row_keys(((self._of(r.row_slot).seed, r.position) for r in some_rows), Purpose.TARGET)
+                drawn[indices] = draw(logits[indices], some_rows, keys, target_ids)
+        return drawn
 
-    def _draw_truncated(self, logits: torch.Tensor, values: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    def _draw_whole(
+        self, logits: torch.Tensor, rows: list[SampleRow], keys: np.ndarray, target_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        inverse_temperatures = self._rows_of_values(rows)[:, 0].float().contiguous()
+        if target_ids is None:
+            return gumbel_argmax(logits, inverse_temperatures, keys)
+        scaled = scale(logits, inverse_temperatures)
+        return gumbel_scores(scaled, keys, target_ids.expand(scaled.shape)).argmax(dim=1)
+
+    def _draw_truncated(
+        self, logits: torch.Tensor, rows: list[SampleRow], keys: np.ndarray, target_ids: torch.Tensor | None
+    ) -> torch.Tensor:
         chosen = argmax(logits)  # -1 stays where no draw can be made
         finite = (chosen >= 0).nonzero()[:, 0]
-        values = values[finite]
-        _, top_k, top_p, min_p, typical_p = (values[:, column : column + 1] for column in range(5))
-        scaled = scale(logits[finite], values[:, 0].float())
-        for row_indices, kept, token_ids in truncate(scaled, Truncation(top_k.long(), top_p, min_p, typical_p)):
+        scaled, truncation = self._scaled(logits[finite], [rows[index] for index in finite.tolist()])
+        for row_indices, kept, columns in truncate(scaled, truncation):
             where = finite[row_indices]
+            token_ids = columns if target_ids is None else target_ids[columns]
             best = gumbel_scores(kept, keys[where.cpu().numpy()], token_ids).argmax(dim=1, keepdim=True)
-            chosen[where] = token_ids.gather(1, best)[:, 0]
+            chosen[where] = columns.gather(1, best)[:, 0]
         return chosen
+
+    def _rows_of_values(self, rows: list[SampleRow]) -> torch.Tensor:
+        return self._values[self._tensor([row.row_slot for row in rows])]
+
+    def _scaled(self, logits: torch.Tensor, rows: list[SampleRow]) -> tuple[torch.Tensor, Truncation]:
+        """Logits [S, n] over temperature, and what is to be cut from them."""
+        values = self._rows_of_values(rows)
+        _, top_k, top_p, min_p, typical_p = (values[:, column : column + 1] for column in range(5))
+        # Of a part of the vocabulary there may be fewer than k.
+        top_k = torch.where(top_k >= logits.shape[1], 0, top_k.long())
+        return scale(logits, values[:, 0].float()), Truncation(top_k, top_p, min_p, typical_p)
 
     # ---- penalties and masks
 
@@ -156,7 +217,8 @@ class Sampler:
 
     # ---- log-probabilities
 
-    def _with_logprobs(self, logits: torch.Tensor, rows: list[SampleRow], token_ids: list[int]) -> list[SampledToken]:
+    def with_logprobs(self, logits: torch.Tensor, rows: list[SampleRow], token_ids: list[int]) -> list[SampledToken]:
+        """Tokens already chosen (-1: none) from rows of logits, with what each request asked of them."""
         tokens = [SampledToken(None if token_id < 0 else token_id) for token_id in token_ids]
         for index, row in enumerate(rows):
             params = self._of(row.row_slot)

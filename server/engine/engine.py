@@ -28,8 +28,14 @@ class EngineStats:
     num_finished: int
     num_generated_tokens: int
     num_preemptions: int
+    num_drafts: int
     num_drafted_tokens: int
-    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that became part of an answer."""
+        return sum(self.accepted_per_position)
 
 
 class Engine:
@@ -71,6 +77,7 @@ class Engine:
             num_finished=scheduler.num_finished,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_drafted_tokens=scheduler.num_drafted_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_drafts=scheduler.acceptance.num_drafts,
+            num_drafted_tokens=scheduler.acceptance.num_drafted_tokens,
+            accepted_per_position=tuple(scheduler.acceptance.per_position),
         )

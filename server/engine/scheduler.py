@@ -12,6 +12,7 @@ from specserve.models.sampling.params import SampledToken
 from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.errors import NonFiniteLogitsError, RequestTooLargeError
 from specserve.server.engine.sequence import (
+    Acceptance,
     GenerationSummary,
     Request,
     Sequence,
@@ -41,8 +42,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_finished = 0
         self.num_generated_tokens = 0
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
+        self.acceptance = Acceptance()
         self._free_row_slots = list(range(max_batch_size - 1, -1, -1))
         self._released: list[int] = []
         self._scheduled: list[Sequence] = []
@@ -208,12 +208,10 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, row: ScheduledRow, result: RowOutput) -> SequenceEvent:
         """Append the tokens of one row up to the one that ends the sequence."""
-        seq.num_drafted_tokens += row.num_drafts
-        self.num_drafted_tokens += row.num_drafts
         tokens: list[TokenOutput] = []
         text, piece = "", None
         is_first = seq.num_generated_tokens == 0
-        for index, token in enumerate(result.tokens):
+        for token in result.tokens:
             if token.token_id is None:
                 return self._fail(
                     seq,
@@ -222,9 +220,6 @@ class Scheduler:
                     ),
                 )
             seq.token_ids.append(token.token_id)
-            if index < result.num_accepted:
-                seq.num_accepted_tokens += 1
-                self.num_accepted_tokens += 1
             try:
                 piece = seq.request.text_stream.push(token.token_id)
             except Exception as error:  # whatever the tokenizer trips over, the other requests go on
@@ -237,6 +232,8 @@ class Scheduler:
         if seq.first_token_time is None:
             seq.first_token_time = now
         self.num_generated_tokens += len(tokens)
+        for acceptance in (seq.acceptance, self.acceptance):
+            acceptance.add(row.num_drafts, min(result.num_accepted, len(tokens)))
         self.block_manager.cache_computed(seq)
         summary = None
         if piece is not None and piece.finish_reason is not None:
@@ -282,8 +279,10 @@ def _summary(seq: Sequence, piece: TextPiece, now: float) -> GenerationSummary:
         queue_seconds=seq.first_scheduled_time - seq.arrival_time,
         prefill_seconds=seq.first_token_time - seq.first_scheduled_time,
         decode_seconds=now - seq.first_token_time,
-        drafted_tokens=seq.num_drafted_tokens,
-        accepted_tokens=seq.num_accepted_tokens,
+        drafted_tokens=seq.acceptance.num_drafted_tokens,
+        accepted_tokens=seq.acceptance.num_accepted_tokens,
+        num_drafts=seq.acceptance.num_drafts,
+        accepted_per_position=tuple(seq.acceptance.per_position),
         cached_prompt_tokens=seq.num_cached_prompt_tokens,
         stop_string=piece.stop_string,
         stop_token_id=piece.stop_token_id,

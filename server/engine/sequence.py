@@ -45,6 +45,8 @@ class GenerationSummary:
     decode_seconds: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    num_drafts: int = 0
+    accepted_per_position: tuple[int, ...] = ()
     cached_prompt_tokens: int = 0
     stop_string: str | None = None
     stop_token_id: int | None = None
@@ -102,6 +104,28 @@ class Request:
     max_draft_tokens: int | None = None
 
 
+@dataclass(slots=True)
+class Acceptance:
+    """What became of drafts; kept for each sequence and for all of them."""
+
+    num_drafts: int = 0  # verifications of at least one drafted token
+    num_drafted_tokens: int = 0
+    per_position: list[int] = field(default_factory=list)  # accepted tokens that were first, second, … of a draft
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that became part of an answer."""
+        return sum(self.per_position)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Take note of one verified draft, of which the first num_accepted tokens were kept."""
+        self.num_drafts += num_drafted > 0
+        self.num_drafted_tokens += num_drafted
+        self.per_position += [0] * (num_drafted - len(self.per_position))
+        for position in range(num_accepted):
+            self.per_position[position] += 1
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request in the engine: its tokens, its blocks, and how far it is computed."""
@@ -119,8 +143,7 @@ class Sequence:
     row_slot: int | None = None  # row of the sampler's persistent tensors while running
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     num_cached_prompt_tokens: int = 0
     prompt_outputs: list[TokenOutput] = field(default_factory=list)
 

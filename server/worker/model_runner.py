@@ -1,15 +1,15 @@
-"""Runs one step on this rank: load, model, logits, verify, collect."""
+"""Runs one step on this rank: load, model, logits, verify, propose, collect."""
 
 import torch
 
 from specserve.models.causal_lm import CausalLM
-from specserve.models.forward_batch import ForwardBatch
 from specserve.models.kv_cache import KVCache
 from specserve.models.sampling.params import SampledToken
-from specserve.models.sampling.sampler import Sampler, score_tokens
+from specserve.models.sampling.sampler import Sampler, SampleRow, score_tokens
 from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
 from specserve.server.worker.input_buffers import InputBuffers
-from specserve.speculators.verify import VerifyRow, verify
+from specserve.speculators.base import ProposalInput, Speculator
+from specserve.speculators.verify import Verified, VerifyRow, verify
 
 # Prompt scoring takes the logits of so many positions at once; V can be 262,144.
 SCORED_ROWS_AT_ONCE = 64
@@ -18,9 +18,12 @@ SCORED_ROWS_AT_ONCE = 64
 class ModelRunner:
     """The model, its KV cache and the per-row state of one rank."""
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_total_tokens: int) -> None:
+    def __init__(
+        self, model: CausalLM, kv_cache: KVCache, speculator: Speculator, *, max_rows: int, max_total_tokens: int
+    ) -> None:
         device = kv_cache.keys[0].device
         self._model = model
+        self._speculator = speculator
         self._kv_cache = kv_cache
         self._buffers = InputBuffers(
             max_rows=max_rows,
@@ -31,6 +34,7 @@ class ModelRunner:
         self._sampler = Sampler(max_rows, model.config.vocab_size, device)
         self._admitted: dict[int, Admission] = {}
         self._num_outputs: dict[int, int] = {}
+        self._draft_probs: dict[int, torch.Tensor] = {}  # the law behind the drafts of a row slot, if they have one
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepOutput:
@@ -38,13 +42,14 @@ class ModelRunner:
         for row_slot in batch.released:
             self._buffers.release(row_slot)
             self._sampler.release(row_slot)
+            self._draft_probs.pop(row_slot, None)
         for admission in batch.admissions:
             self._admit(admission)
         forward_batch = self._buffers.load(batch.rows)
         forward_batch.check()
         hidden = self._model(forward_batch, self._kv_cache)  # [N, E]
         outputs = [RowOutput() for _ in batch.rows]
-        self._verify(batch.rows, hidden, forward_batch, outputs)
+        self._decide(batch.rows, hidden[forward_batch.logits_indices], outputs)
         self._score_prompts(batch.rows, hidden, outputs)
         return StepOutput(outputs)
 
@@ -55,32 +60,63 @@ class ModelRunner:
             admission.row_slot, admission.sampling, admission.prompt_token_ids, admission.output_token_ids
         )
 
-    def _verify(
-        self,
-        rows: list[ScheduledRow],
-        hidden: torch.Tensor,
-        forward_batch: ForwardBatch,
-        outputs: list[RowOutput],
-    ) -> None:
-        sampling = [(row, output) for row, output in zip(rows, outputs, strict=True) if row.samples]
-        if not sampling:
+    def _decide(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
+        """Verify the rows whose share reaches their end, with hidden [R, E] for their logits, and draft for them."""
+        deciding = [(row, output) for row, output in zip(rows, outputs, strict=True) if row.samples]
+        if not deciding:
             return
-        logits = self._model.compute_logits(hidden[forward_batch.logits_indices])  # [R, V]
-        verify_rows = [
-            VerifyRow(
-                row_slot=row.row_slot,
-                position=row.start + row.num_tokens - row.num_drafts,
-                num_output_tokens=self._num_outputs[row.row_slot],
-                draft_ids=tuple(row.token_ids[row.num_tokens - row.num_drafts :]),
-            )
-            for row, _ in sampling
-        ]
-        for (row, output), verified in zip(sampling, verify(logits, self._sampler, verify_rows), strict=True):
+        verify_rows = [self._verify_row(row) for row, _ in deciding]
+        results = verify(self._model.compute_logits(hidden), self._sampler, verify_rows)
+        first, drafting = 0, []
+        for (row, output), verify_row, verified in zip(deciding, verify_rows, results, strict=True):
             output.tokens = verified.tokens
             output.num_accepted = verified.num_accepted
             emitted = [token.token_id for token in verified.tokens if token.token_id is not None]
             self._sampler.accept(row.row_slot, emitted)
             self._num_outputs[row.row_slot] += len(emitted)
+            if row.max_draft_tokens and len(emitted) == len(verified.tokens):
+                drafting.append((row, output, verify_row, verified, first + verified.num_accepted))
+            first += row.num_drafts + 1
+        if drafting:
+            self._propose(drafting, hidden)
+
+    def _verify_row(self, row: ScheduledRow) -> VerifyRow:
+        probs = self._draft_probs.pop(row.row_slot, None)
+        return VerifyRow(
+            row_slot=row.row_slot,
+            position=row.start + row.num_tokens - row.num_drafts,
+            num_output_tokens=self._num_outputs[row.row_slot],
+            draft_ids=tuple(row.token_ids[row.num_tokens - row.num_drafts :]),
+            draft_probs=None if probs is None or not row.num_drafts else probs[: row.num_drafts],
+        )
+
+    def _propose(
+        self, drafting: list[tuple[ScheduledRow, RowOutput, VerifyRow, Verified, int]], hidden: torch.Tensor
+    ) -> None:
+        """Draft behind the last emitted token of each row; the last item of a row is its index in hidden [R, E]."""
+
+        def choose(logits: torch.Tensor, step: int, target_ids: torch.Tensor | None) -> torch.Tensor:
+            rows = [
+                SampleRow(row.row_slot, before.position + verified.num_accepted + 1 + step, 0)
+                for row, _, before, verified, _ in drafting
+            ]
+            return self._sampler.choose_drafts(logits, rows, target_ids)
+
+        device = hidden.device
+        last_tokens = [verified.tokens[-1].token_id for _, _, _, verified, _ in drafting]
+        draft = self._speculator.propose(
+            ProposalInput(
+                row_slots=[row.row_slot for row, *_ in drafting],
+                token_ids=torch.tensor(last_tokens, device=device),
+                hidden=hidden[torch.tensor([index for *_, index in drafting], device=device)],
+                max_lengths=[row.max_draft_tokens for row, *_ in drafting],
+                choose=choose,
+            )
+        )
+        for index, ((row, output, *_), draft_ids) in enumerate(zip(drafting, draft.rows(), strict=True)):
+            output.draft_ids = draft_ids
+            if draft.probs is not None:
+                self._draft_probs[row.row_slot] = draft.probs[index]
 
     def _score_prompts(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
         first = 0
