@@ -1,6 +1,7 @@
 """Real server processes, real gRPC, real small models. Ports are free ones; every process is ended by its own id."""
 
 import contextlib
+import importlib.util
 import re
 import signal
 import subprocess
@@ -173,6 +174,16 @@ def wait_idle(client: Client, seconds: float = 10.0) -> None:
             return
         assert time.monotonic() < deadline, f"still busy: {info}"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def speculators():
+    """The module speculators.py: speculators made by hand."""
+    spec = importlib.util.spec_from_file_location("handmade_speculators", Path(__file__).parent / "speculators.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

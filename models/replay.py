@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from specserve.models.attention.cpu import MAX_QUERY_LEN
 from specserve.models.cpu_kernels.binding import replay
 from specserve.models.cpu_kernels.tape import Tape
 from specserve.models.forward_batch import ForwardBatch
@@ -17,7 +16,7 @@ MAX_ROWS = 256  # more tokens take so long that Python doesn't count
 
 
 class ReplayedDecode:
-    """CausalLM.decode for batches of up to MAX_ROWS tokens without long rows; the same bits as without replay."""
+    """CausalLM.decode for batches of up to MAX_ROWS tokens; the same bits as without replay."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -29,8 +28,8 @@ class ReplayedDecode:
         return self._kv_cache is not None
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether the kernels do all of this batch (long rows go to torch) and it is small."""
-        return batch.max_seqlen_q <= MAX_QUERY_LEN and batch.input_ids.shape[0] <= MAX_ROWS
+        """Whether this batch is small."""
+        return batch.input_ids.shape[0] <= MAX_ROWS
 
     def decode(
         self, embedded: torch.Tensor, rotaries: Rotaries, batch: ForwardBatch, kv_cache: KVCache

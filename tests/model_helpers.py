@@ -93,7 +93,7 @@ def paged_logits(
         pieces = {}
         for index, sequence in enumerate(sequences):
             done, first_decoded = runner.lengths[index], len(sequence) - num_decoded
-            size = rng.randint(2, 13) if done < first_decoded else 1
+            size = rng.randint(2, 40) if done < first_decoded else 1
             end = min(done + size, first_decoded if done < first_decoded else len(sequence))
             if end > done:
                 pieces[index] = sequence[done:end]

@@ -1,17 +1,13 @@
-"""Attention of the decode step on CPUs: a C kernel that reads the paged cache in place."""
+"""Attention on CPUs: a C kernel that reads the paged cache in place."""
 
 import torch
 
-from specserve.models.attention.torch import TorchAttention
 from specserve.models.cpu_kernels import binding
 from specserve.models.forward_batch import ForwardBatch
 
-# Rows with more query tokens are matrix products, which torch does better than the kernel.
-MAX_QUERY_LEN = 16
 
-
-class CpuAttention(TorchAttention):
-    """The kernel for rows with few query tokens (decoding, verification), torch for chunks of prompts."""
+class CpuAttention:
+    """A row's result is the same bits in any batch and any chunking."""
 
     name = "cpu"
 
@@ -21,18 +17,15 @@ class CpuAttention(TorchAttention):
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Collect the addresses once a forward; they stay valid as long as the batch does."""
-        super().prepare(batch)
         assert batch.slot_mapping.dtype is torch.int64 and batch.slot_mapping.is_contiguous()
         for tensor in (batch.block_tables, batch.cu_seqlens_q, batch.seq_lens):
             assert tensor.dtype is torch.int32 and tensor.is_contiguous()
         struct = self._struct
         struct.num_tokens, struct.num_seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        struct.max_blocks, struct.max_query_len = batch.block_tables.shape[1], MAX_QUERY_LEN
+        struct.max_blocks = batch.block_tables.shape[1]
         struct.slot_mapping, struct.block_tables = batch.slot_mapping.data_ptr(), batch.block_tables.data_ptr()
         struct.cu_seqlens_q, struct.seq_lens = batch.cu_seqlens_q.data_ptr(), batch.seq_lens.data_ptr()
         struct.num_threads = torch.get_num_threads()
-        bounds = self._bounds
-        self._chunks = [b for b in range(len(bounds) - 1) if bounds[b + 1] - bounds[b] > MAX_QUERY_LEN]
 
     def forward(
         self,
@@ -51,9 +44,6 @@ class CpuAttention(TorchAttention):
         struct = self._struct
         struct.num_heads, struct.num_kv_heads, struct.head_dim = q.shape[1], k.shape[1], q.shape[2]
         struct.block_size = key_cache.shape[1]
-        out = binding.paged_attention(
+        return binding.paged_attention(
             struct, q, k, v, key_cache, value_cache, scale=scale, sliding_window=sliding_window
         )
-        for index in self._chunks:
-            self.attend_one(index, q, key_cache, value_cache, batch, out, scale, sliding_window)
-        return out

@@ -20,7 +20,7 @@ class AttentionBatch(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("num_tokens", "num_seqs", "max_blocks", "block_size")),
-        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "max_query_len")),
+        *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, _POINTER) for name in ("slot_mapping", "block_tables", "cu_seqlens_q", "seq_lens")),
         ("num_threads", _INT),
     )
@@ -121,7 +121,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """See AttentionBackend; sequences with more than batch.max_query_len query tokens are left out of the result."""
+    """See AttentionBackend."""
     out = _empty(q, *q.shape)
     arguments = (
         ctypes.addressof(batch),

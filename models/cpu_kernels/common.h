@@ -48,7 +48,6 @@ static inline float exp_(float x) {
 typedef struct {
     int64_t num_tokens, num_seqs, max_blocks, block_size;
     int64_t num_heads, num_kv_heads, head_dim;
-    int64_t max_query_len; /* sequences with more query tokens are left to the caller */
     const int64_t *slot_mapping; /* [N] */
     const int32_t *block_tables; /* [B, max_blocks] */
     const int32_t *cu_seqlens_q; /* [B+1] */

@@ -4,8 +4,13 @@
  * Plain C behind ctypes (binding.py). */
 #include "common.h"
 
+#include <omp.h>
+
 /* Keys per work item of the attention kernel: few enough to stay in the first cache for all query rows. */
 #define PARTITION 64
+/* Query rows of a kv head up to which the work is cut by keys, and rows of a work item beyond it. */
+#define ROWS_CUT_BY_KEYS 64
+#define ROWS_AT_ONCE 48
 /* Elements below which waking the other threads costs more than it saves. */
 #define SERIAL_ELEMENTS 32768
 
@@ -13,58 +18,107 @@
 
 typedef struct {
     int32_t seq, kv_head, first, last; /* keys first .. last-1 */
+    int64_t row, num_rows;             /* the query rows of this kv head: m = token * group + g */
     int64_t out;                       /* index of the item's first partial row */
 } Item;
 
-/* out[t] = scale * query . keys[offsets[t]]. Lanes are kept apart in the inner loop and summed afterwards. */
-static inline void dots(const float *query, const float *keys, const int64_t *offsets, int64_t n, int64_t d,
-                        float scale, float *out) {
-    float lanes[PARTITION][8];
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+/* Query rows that see the same keys and are computed together, so that a key or value is loaded once for them. A row's
+ * sums go in the same order in any such group. */
+#define MAX_GROUP 4
+
+/* out[r][t] = scale * queries[r] . keys[offsets[t]]. Lanes are kept apart in the inner loop and summed afterwards. */
+INLINE void dots(const int rows, const float *const *queries, const float *keys, const int64_t *offsets, int64_t n,
+                 int64_t d, float scale, float out[][PARTITION]) {
+    float lanes[MAX_GROUP][PARTITION][8];
     const int64_t whole = d / 8 * 8;
     for (int64_t t = 0; t < n; t++) {
         const float *key = keys + offsets[t];
-        vector8 even = {0}, odd = {0};
+        vector8 even[MAX_GROUP], odd[MAX_GROUP];
+        UNROLL for (int r = 0; r < rows; r++) even[r] = odd[r] = (vector8){0};
         int64_t i = 0;
         for (; i + 16 <= whole; i += 16) {
-            even += *(const vector8 *)(query + i) * *(const vector8 *)(key + i);
-            odd += *(const vector8 *)(query + i + 8) * *(const vector8 *)(key + i + 8);
+            const vector8 first = *(const vector8 *)(key + i), second = *(const vector8 *)(key + i + 8);
+            UNROLL for (int r = 0; r < rows; r++) {
+                even[r] += *(const vector8 *)(queries[r] + i) * first;
+                odd[r] += *(const vector8 *)(queries[r] + i + 8) * second;
+            }
         }
-        if (i < whole) even += *(const vector8 *)(query + i) * *(const vector8 *)(key + i);
-        *(vector8 *)lanes[t] = even + odd;
-        for (i = whole; i < d; i++) lanes[t][0] += query[i] * key[i];
+        UNROLL for (int r = 0; r < rows; r++) {
+            if (i < whole) even[r] += *(const vector8 *)(queries[r] + i) * *(const vector8 *)(key + i);
+            *(vector8 *)lanes[r][t] = even[r] + odd[r];
+            for (int64_t k = whole; k < d; k++) lanes[r][t][0] += queries[r][k] * key[k];
+        }
     }
-    SIMD()
-    for (int64_t t = 0; t < n; t++)
-        out[t] = scale * (((lanes[t][0] + lanes[t][4]) + (lanes[t][1] + lanes[t][5])) +
-                          ((lanes[t][2] + lanes[t][6]) + (lanes[t][3] + lanes[t][7])));
+    for (int r = 0; r < rows; r++) {
+        float(*lane)[8] = lanes[r];
+        SIMD()
+        for (int64_t t = 0; t < n; t++)
+            out[r][t] = scale * (((lane[t][0] + lane[t][4]) + (lane[t][1] + lane[t][5])) +
+                                 ((lane[t][2] + lane[t][6]) + (lane[t][3] + lane[t][7])));
+    }
 }
 
-/* out[i] = sum over t of weights[t] * values[offsets[t] + i], with the sums of 32 and of 8 dimensions in registers. */
-static inline void weighted_sum(const float *weights, const float *values, const int64_t *offsets, int64_t n, int64_t d,
-                                float *out) {
+/* out[r][i] = sum over t of weights[r][t] * values[offsets[t] + i], with the sums of 16 and of 8 dimensions of all rows
+ * in registers; rows of out are stride apart. */
+INLINE void weighted_sums(const int rows, float weights[][PARTITION], const float *values, const int64_t *offsets,
+                          int64_t n, int64_t d, float *out, int64_t stride) {
     int64_t i = 0;
-    for (; i + 32 <= d; i += 32) {
-        vector8 sums[4] = {{0}, {0}, {0}, {0}};
+    for (; i + 16 <= d; i += 16) {
+        vector8 sums[MAX_GROUP][2];
+        UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (vector8){0};
         for (int64_t t = 0; t < n; t++) {
             const float *value = values + offsets[t] + i;
-            for (int j = 0; j < 4; j++) sums[j] += weights[t] * *(const vector8 *)(value + 8 * j);
+            const vector8 first = *(const vector8 *)value, second = *(const vector8 *)(value + 8);
+            UNROLL for (int r = 0; r < rows; r++) {
+                sums[r][0] += weights[r][t] * first;
+                sums[r][1] += weights[r][t] * second;
+            }
         }
-        for (int j = 0; j < 4; j++) *(vector8 *)(out + i + 8 * j) = sums[j];
+        UNROLL for (int r = 0; r < rows; r++) {
+            *(vector8 *)(out + r * stride + i) = sums[r][0];
+            *(vector8 *)(out + r * stride + i + 8) = sums[r][1];
+        }
     }
-    for (; i + 8 <= d; i += 8) {
-        vector8 sum = {0};
-        for (int64_t t = 0; t < n; t++) sum += weights[t] * *(const vector8 *)(values + offsets[t] + i);
-        *(vector8 *)(out + i) = sum;
-    }
-    for (; i < d; i++) {
-        out[i] = 0.0f;
-        for (int64_t t = 0; t < n; t++) out[i] += weights[t] * values[offsets[t] + i];
+    for (int r = 0; r < rows; r++) {
+        int64_t k = i;
+        for (; k + 8 <= d; k += 8) {
+            vector8 sum = {0};
+            for (int64_t t = 0; t < n; t++) sum += weights[r][t] * *(const vector8 *)(values + offsets[t] + k);
+            *(vector8 *)(out + r * stride + k) = sum;
+        }
+        for (; k < d; k++) {
+            float sum = 0.0f;
+            for (int64_t t = 0; t < n; t++) sum += weights[r][t] * values[offsets[t] + k];
+            out[r * stride + k] = sum;
+        }
     }
 }
 
-/* Scores, softmax and weighted values of all query rows of one kv head over the keys first .. last-1.
- * Query row m = token * group + g sees keys below seq_len - len_q + token + 1, and no further back than the window.
- * partial: for each row its max, sum and acc[D]. */
+/* Scores, softmax and weighted values of a group of query rows over n keys; partial: for each its max, sum, acc[D]. */
+INLINE void attend_group(const int rows, const float *const *queries, const float *keys, const float *values,
+                         const int64_t *offsets, int64_t n, int64_t d, float scale, float *partial) {
+    float scores[MAX_GROUP][PARTITION];
+    dots(rows, queries, keys, offsets, n, d, scale, scores);
+    for (int r = 0; r < rows; r++) {
+        float *row = scores[r], max = -INFINITY, sum = 0.0f;
+        SIMD(reduction(max : max))
+        for (int64_t i = 0; i < n; i++) max = row[i] > max ? row[i] : max;
+        SIMD(reduction(+ : sum))
+        for (int64_t i = 0; i < n; i++) {
+            const float s = row[i] - max;
+            row[i] = s == s ? exp_(s) : s; /* NaN stays NaN */
+            sum += row[i];
+        }
+        partial[r * (d + 2)] = max;
+        partial[r * (d + 2) + 1] = sum;
+    }
+    weighted_sums(rows, scores, values, offsets, n, d, partial + 2, d + 2);
+}
+
+/* The query rows of an item over its keys. Query row m = token * group + g sees keys below
+ * seq_len - len_q + token + 1, and no further back than the window. */
 CLONED static void attend(const AttentionBatch *b, const Item *item, const float *q, int64_t q_stride,
                           const float *keys, const float *values, float scale, int64_t window, float *partial) {
     const int64_t d = b->head_dim, group = b->num_heads / b->num_kv_heads, block_size = b->block_size;
@@ -75,46 +129,96 @@ CLONED static void attend(const AttentionBatch *b, const Item *item, const float
     for (int64_t t = item->first; t < item->last; t++)
         offsets[t - item->first] =
             ((table[t / block_size] * block_size + t % block_size) * b->num_kv_heads + item->kv_head) * d;
-    for (int64_t m = 0; m < len_q * group; m++) {
+    const float *queries[MAX_GROUP];
+    int rows = 0;
+    int64_t group_lo = 0, group_hi = 0;
+    const int64_t end = item->row + item->num_rows;
+    for (int64_t m = item->row; m <= end; m++) {
         const int64_t token = m / group, head = item->kv_head * group + m % group;
         int64_t hi = seq_len - len_q + token + 1, lo = window > 0 && hi > window ? hi - window : 0;
         if (lo < item->first) lo = item->first;
         if (hi > item->last) hi = item->last;
-        const int64_t n = hi > lo ? hi - lo : 0, *where = offsets + (n ? lo - item->first : 0);
-        float scores[PARTITION], max = -INFINITY, sum = 0.0f;
-        dots(q + (start + token) * q_stride + head * d, keys, where, n, d, scale, scores);
-        SIMD(reduction(max : max))
-        for (int64_t i = 0; i < n; i++) max = scores[i] > max ? scores[i] : max;
-        SIMD(reduction(+ : sum))
-        for (int64_t i = 0; i < n; i++) {
-            const float s = scores[i] - max;
-            scores[i] = s == s ? exp_(s) : s; /* NaN stays NaN */
-            sum += scores[i];
+        if (hi < lo) hi = lo;
+        if (rows && (m == end || rows == MAX_GROUP || lo != group_lo || hi != group_hi)) {
+            const int64_t n = group_hi - group_lo, *where = offsets + (n ? group_lo - item->first : 0);
+            float *out = partial + (m - item->row - rows) * (d + 2);
+            switch (rows) {
+            case 1: attend_group(1, queries, keys, values, where, n, d, scale, out); break;
+            case 2: attend_group(2, queries, keys, values, where, n, d, scale, out); break;
+            case 3: attend_group(3, queries, keys, values, where, n, d, scale, out); break;
+            case 4: attend_group(4, queries, keys, values, where, n, d, scale, out); break;
+            }
+            rows = 0;
         }
-        float *row = partial + m * (d + 2);
-        row[0] = max;
-        row[1] = sum;
-        weighted_sum(scores, values, where, n, d, row + 2);
+        if (m == end) break;
+        group_lo = lo, group_hi = hi;
+        queries[rows++] = q + (start + token) * q_stride + head * d;
     }
 }
 
-/* Merge the partial rows of one query row (stride apart) into out[D]. */
-static void merge(const float *partial, int64_t count, int64_t stride, int64_t d, float *out) {
-    float max = -INFINITY, sum = 0.0f;
-    for (int64_t c = 0; c < count; c++)
-        if (partial[c * stride] > max) max = partial[c * stride];
-    memset(out, 0, d * sizeof(float));
-    for (int64_t c = 0; c < count; c++) {
-        const float *row = partial + c * stride;
-        const float weight = row[0] == -INFINITY && row[1] == 0.0f ? 0.0f : expf(row[0] - max);
-        sum += weight * row[1];
-        for (int64_t i = 0; i < d; i++) out[i] += weight * row[2 + i];
+/* Takes the partial rows of the next keys into the rows of the keys before; both are max, sum, acc[D]. */
+CLONED static void merge(float *rows, const float *next, int64_t num_rows, int64_t d) {
+    for (int64_t r = 0; r < num_rows; r++, rows += d + 2, next += d + 2) {
+        if (next[0] == -INFINITY && next[1] == 0.0f) continue;
+        const float max = next[0] > rows[0] ? next[0] : rows[0];
+        const float old = rows[0] == -INFINITY && rows[1] == 0.0f ? 0.0f : expf(rows[0] - max);
+        const float new = expf(next[0] - max);
+        rows[0] = max;
+        rows[1] = old * rows[1] + new * next[1];
+        SIMD() for (int64_t i = 0; i < d; i++) rows[2 + i] = old * rows[2 + i] + new * next[2 + i];
     }
-    for (int64_t i = 0; i < d; i++) out[i] /= sum;
 }
 
-/* Writes k and v ([N, Hkv, D], rows k_stride and v_stride apart) to the cache, then attends for all sequences of
- * at most max_query_len query tokens; out is [N, Hq, D] contiguous. Returns 0, or 1 if memory ran out. */
+/* Out of rows of max, sum, acc[D] of one kv head, from query row `row` on, to out [N, Hq, D]. */
+static void divide(const AttentionBatch *b, const Item *item, const float *rows, float *out) {
+    const int64_t d = b->head_dim, group = b->num_heads / b->num_kv_heads, start = b->cu_seqlens_q[item->seq];
+    for (int64_t m = item->row; m < item->row + item->num_rows; m++, rows += d + 2) {
+        float *to = out + ((start + m / group) * b->num_heads + item->kv_head * group + m % group) * d;
+        for (int64_t i = 0; i < d; i++) to[i] = rows[2 + i] / rows[1];
+    }
+}
+
+/* First key that any query of a sequence sees, rounded down to a partition. */
+static int64_t first_key(const AttentionBatch *b, int64_t s, int64_t window) {
+    const int64_t before = b->seq_lens[s] - (b->cu_seqlens_q[s + 1] - b->cu_seqlens_q[s]);
+    return (window > 0 && before + 1 > window ? before + 1 - window : 0) / PARTITION * PARTITION;
+}
+
+/* Items of one sequence, also its scratch rows: few query rows are cut by keys, many by rows. */
+static int64_t make_items(const AttentionBatch *b, int64_t s, int64_t window, Item *items, int64_t *num_scratch) {
+    const int64_t rows = (b->cu_seqlens_q[s + 1] - b->cu_seqlens_q[s]) * (b->num_heads / b->num_kv_heads);
+    const int64_t len = b->seq_lens[s], from = first_key(b, s, window);
+    int64_t count = 0;
+    const int by_rows = rows > ROWS_CUT_BY_KEYS;
+    const int64_t row_step = by_rows ? ROWS_AT_ONCE : rows, key_step = by_rows ? len - from : PARTITION;
+    /* The heads of a partition follow each other, as they do in memory. */
+    for (int64_t key = from; key < len; key += key_step)
+        for (int64_t row = 0; row < rows; row += row_step)
+            for (int64_t h = 0; h < b->num_kv_heads; h++, count++) {
+                const int64_t last = key + key_step < len ? key + key_step : len;
+                const int64_t num_rows = row + row_step < rows ? row_step : rows - row;
+                if (items) items[count] = (Item){s, h, key, last, row, num_rows, by_rows ? -1 : *num_scratch};
+                if (!by_rows) *num_scratch += num_rows;
+            }
+    return count;
+}
+
+/* Rows of an item over all its keys, a partition after the other. */
+static void attend_all(const AttentionBatch *b, const Item *item, const float *q, int64_t q_stride, const float *keys,
+                       const float *values, float scale, int64_t window, float *rows, float *next) {
+    Item part = *item;
+    for (int64_t key = item->first; key < item->last; key += PARTITION) {
+        part.first = key, part.last = key + PARTITION < item->last ? key + PARTITION : item->last;
+        attend(b, &part, q, q_stride, keys, values, scale, window, next);
+        if (key == item->first)
+            memcpy(rows, next, item->num_rows * (b->head_dim + 2) * sizeof(float));
+        else
+            merge(rows, next, item->num_rows, b->head_dim);
+    }
+}
+
+/* Writes k and v ([N, Hkv, D], rows k_stride and v_stride apart) to the cache, then attends; out is [N, Hq, D]
+ * contiguous. Returns 0, or 1 if memory ran out. */
 int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, const float *k, int64_t k_stride,
                     const float *v, int64_t v_stride, float *keys, float *values, float scale, int64_t window,
                     float *out) {
@@ -123,47 +227,43 @@ int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, c
         memcpy(keys + b->slot_mapping[n] * b->num_kv_heads * d, k + n * k_stride, row_bytes);
         memcpy(values + b->slot_mapping[n] * b->num_kv_heads * d, v + n * v_stride, row_bytes);
     }
-    const int64_t group = b->num_heads / b->num_kv_heads;
-    int64_t num_items = 0, num_rows = 0;
-    for (int64_t s = 0; s < b->num_seqs; s++)
-        num_items += (b->seq_lens[s] + PARTITION - 1) / PARTITION * b->num_kv_heads;
+    int64_t num_items = 0, num_scratch = 0;
+    for (int64_t s = 0; s < b->num_seqs; s++) num_items += make_items(b, s, window, 0, &num_scratch);
     Item *items = malloc((num_items + 1) * sizeof(Item));
     int64_t *first_item = malloc((b->num_seqs + 1) * sizeof(int64_t));
-    if (!items || !first_item) return free(items), free(first_item), 1;
-    num_items = 0;
+    const int64_t own = 2 * ROWS_AT_ONCE * (d + 2); /* scratch of a thread */
+    float *scratch = malloc((num_scratch * (d + 2) + b->num_threads * own) * sizeof(float));
+    if (!items || !first_item || !scratch) return free(items), free(first_item), free(scratch), 1;
+    num_items = num_scratch = 0;
     for (int64_t s = 0; s < b->num_seqs; s++) {
-        const int64_t len_q = b->cu_seqlens_q[s + 1] - b->cu_seqlens_q[s], len = b->seq_lens[s];
         first_item[s] = num_items;
-        if (len_q > b->max_query_len) continue;
-        const int64_t seen_from = window > 0 && len - len_q + 1 > window ? len - len_q + 1 - window : 0;
-        /* The heads of a partition follow each other, as they do in memory. */
-        for (int64_t p = seen_from / PARTITION * PARTITION; p < len; p += PARTITION)
-            for (int64_t h = 0; h < b->num_kv_heads; h++) {
-                const int64_t last = p + PARTITION < len ? p + PARTITION : len;
-                items[num_items++] = (Item){(int32_t)s, (int32_t)h, (int32_t)p, (int32_t)last, num_rows};
-                num_rows += len_q * group;
-            }
+        num_items += make_items(b, s, window, items + num_items, &num_scratch);
     }
     first_item[b->num_seqs] = num_items;
-    float *partials = malloc((num_rows + 1) * (d + 2) * sizeof(float));
-    if (!partials) return free(items), free(first_item), 1;
 #pragma omp parallel num_threads(b->num_threads) if (num_items > 1)
     {
+        float *mine = scratch + num_scratch * (d + 2) + omp_get_thread_num() * own;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; i++)
-            attend(b, items + i, q, q_stride, keys, values, scale, window, partials + items[i].out * (d + 2));
-#pragma omp for schedule(static)
-        for (int64_t s = 0; s < b->num_seqs; s++) {
-            const int64_t start = b->cu_seqlens_q[s], rows = (b->cu_seqlens_q[s + 1] - start) * group;
-            const int64_t parts = (first_item[s + 1] - first_item[s]) / b->num_kv_heads;
-            for (int64_t h = 0; parts && h < b->num_kv_heads; h++)
-                for (int64_t m = 0; m < rows; m++)
-                    merge(partials + (items[first_item[s] + h].out + m) * (d + 2), parts,
-                          b->num_kv_heads * rows * (d + 2), d,
-                          out + ((start + m / group) * b->num_heads + h * group + m % group) * d);
+        for (int64_t i = 0; i < num_items; i++) {
+            if (items[i].out >= 0) {
+                attend(b, items + i, q, q_stride, keys, values, scale, window, scratch + items[i].out * (d + 2));
+            } else {
+                attend_all(b, items + i, q, q_stride, keys, values, scale, window, mine, mine + own / 2);
+                divide(b, items + i, mine, out);
+            }
         }
+#pragma omp for schedule(static)
+        for (int64_t s = 0; s < b->num_seqs; s++)
+            for (int64_t i = first_item[s]; i < first_item[s + 1] && items[i].out >= 0; i++) {
+                float *rows = scratch + items[i].out * (d + 2), *first = rows;
+                if (i >= first_item[s] + b->num_kv_heads) {
+                    first = scratch + items[first_item[s] + items[i].kv_head].out * (d + 2);
+                    merge(first, rows, items[i].num_rows, d);
+                }
+                if (items[i].last == b->seq_lens[s]) divide(b, items + i, first, out);
+            }
     }
-    free(items), free(first_item), free(partials);
+    free(items), free(first_item), free(scratch);
     return 0;
 }
 

@@ -1,0 +1,182 @@
+"""Speculation from outside: whatever drafts, a request gets what it gets without."""
+
+import concurrent.futures
+import contextlib
+import json
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+
+from specserve.router_client.client import Client
+from specserve.router_client.errors import SpecserveError
+
+CASES = json.loads((Path(__file__).parent / "data" / "demo_greedy.json").read_text())
+DEMO = {"vocab": 49152, "size": 576}
+TINY = {"vocab": 49152, "size": 32}
+
+
+def mixed_requests(prompts, count, max_new_tokens):
+    """Greedy and sampled requests with every option that changes or ends an answer."""
+    rng = random.Random(5)
+    options = [
+        {},
+        {"ignore_eos": True},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"temperature": 0.9, "min_p": 0.05},
+        {"temperature": 1.0, "typical_p": 0.8},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 1.1, "presence_penalty": 0.4},
+        {"temperature": 0.8, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
+        {"stop": ["\n", " the"]},
+        {"stop": ["e"], "include_stop": False, "temperature": 1.0},
+        {"min_new_tokens": 20},
+        {"min_new_tokens": 10, "temperature": 1.5, "stop": [" a"]},
+        {"stop_token_ids": [30, 28]},
+        {"logprobs": True, "top_n_tokens": 3},
+        {"temperature": 1.0, "logprobs": True, "top_n_tokens": 2, "repetition_penalty": 1.2},
+    ]
+    jobs = []
+    for number in range(count):
+        chosen = {"seed": number, "max_new_tokens": rng.choice([1, 2, 3, 5, max_new_tokens]), **options[number % 17]}
+        if chosen["max_new_tokens"] < chosen.get("min_new_tokens", 0):
+            chosen["max_new_tokens"] = max_new_tokens
+        jobs.append((prompts[number % len(prompts)], chosen))
+    return jobs
+
+
+def answer_all(client, jobs, num_at_once):
+    with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
+        return list(pool.map(lambda job: client.generate(job[0], **job[1]), jobs))
+
+
+def outside(answer):
+    """What a request got, without times and counts of drafts."""
+    summary = answer.summary
+    counts = (summary.prompt_tokens, summary.generated_tokens, summary.finish_reason, summary.seed)
+    ends = (summary.stop_string, summary.stop_token_id)
+    details = [(t.id, t.rank, t.logprob, [(o.id, o.logprob) for o in t.top]) for t in answer.details]
+    return answer.token_ids, answer.text, counts, ends, details
+
+
+@contextlib.contextmanager
+def served(server):
+    with Client(server.wait_ready(), timeout_s=120) as client:
+        yield client
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def demo_speculators(tmp_path_factory, speculators):
+    folder = tmp_path_factory.mktemp("speculators")
+    texts = [case["tokens"] for case in CASES]
+    return {
+        "bigram": speculators.write_bigram_mlp(folder / "bigram", texts, **DEMO, n=4),
+        "random": speculators.write_random_mlp(folder / "random", **DEMO, n=2),
+        "repeating": speculators.write_repeating_medusa(folder / "repeating", size=DEMO["size"], heads=3),
+    }
+
+
+def test_40_mixed_requests_of_the_demo_model_are_identical(demo, start_server, demo_speculators):
+    """With none, mlp and medusa, several draft lengths, alone and many at once."""
+    prompts = [case["prompt"] for case in CASES[:14]]
+    jobs = mixed_requests(prompts, 40, 40)
+    plain = [outside(answer) for answer in answer_all(demo, jobs, 8)]
+    assert [outside(answer) for answer in answer_all(demo, jobs[:6], 1)] == plain[:6]
+    runs = [("mlp", "bigram", "4"), ("mlp", "bigram", "1"), ("mlp", "random", "2"), ("medusa", "repeating", "3")]
+    for kind, name, num_tokens in runs:
+        flags = ("--speculator", kind, "--speculator-id", str(demo_speculators[name]))
+        server = start_server("--model-id", "demo", *flags, "--num-speculative-tokens", num_tokens, *LOCAL)
+        with served(server) as client:
+            answers = answer_all(client, jobs, 12)
+            for job, answer, expected in zip(jobs, answers, plain, strict=True):
+                assert outside(answer) == expected, (kind, name, num_tokens, job)
+            info = client.info().speculator
+            assert (info.type, info.num_speculative_tokens) == (kind, int(num_tokens))
+            assert info.drafted_tokens == sum(answer.summary.drafted_tokens for answer in answers) > 0
+            assert info.accepted_tokens == sum(info.accepted_per_position)
+            if name == "bigram":
+                assert info.mean_acceptance_length > 1.15
+                assert max(len(e.token_ids) for e in client.stream(prompts[0], max_new_tokens=60)) > 1
+
+
+LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
+SMALL = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
+CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
+PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a"]
+
+
+@pytest.fixture(scope="module")
+def tiny_speculators(tmp_path_factory, speculators):
+    folder = tmp_path_factory.mktemp("tiny-speculators")
+    return {
+        "random": ("mlp", speculators.write_random_mlp(folder / "random", **TINY, n=5)),
+        "eos": ("medusa", speculators.write_constant_medusa(folder / "eos", 2, size=TINY["size"], heads=4)),
+        "repeating": ("medusa", speculators.write_repeating_medusa(folder / "again", size=TINY["size"], heads=2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["random", "eos", "repeating"])
+def test_bad_drafts_under_preemption_change_nothing(
+    name, tiny, tiny_model, start_server, tiny_speculators, wait_until_idle
+):
+    """Little KV, so that requests are preempted; drafts that are never right, or always the end."""
+    jobs = mixed_requests(PROMPTS, 60, 120)
+    jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
+    plain = [outside(answer) for answer in answer_all(tiny, jobs, 8)]
+    kind, path = tiny_speculators[name]
+    flags = ("--speculator", kind, "--speculator-id", str(path))
+    server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL)
+    with served(server) as client:
+        for _ in range(2):
+            answers = answer_all(client, jobs, 16)
+            for job, answer, expected in zip(jobs, answers, plain, strict=True):
+                assert outside(answer) == expected, job
+        info = client.info()
+        assert info.speculator.drafted_tokens > 100
+        if name == "eos":
+            assert info.speculator.accepted_tokens < info.speculator.num_drafts / 10
+        wait_until_idle(client)
+
+
+def test_draft_length_is_capped_by_the_request(tiny_model, start_server, tiny_speculators):
+    kind, path = tiny_speculators["random"]
+    flags = ("--speculator", kind, "--speculator-id", str(path))
+    server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    with served(server) as client:
+        drafted = {}
+        for cap in (None, 0, 1, 3, 50):
+            given = options if cap is None else {**options, "max_draft_tokens": cap}
+            answer = client.generate(PROMPTS[0], **given)
+            drafted[cap] = answer.summary.drafted_tokens
+            assert len(answer.token_ids) == 20
+            assert answer.summary.num_drafts == (0 if cap == 0 else pytest.approx(18, abs=3))
+        assert drafted[0] == 0 and drafted[1] < drafted[3] < drafted[None] == drafted[50]
+        # The context limit, and the answer that fills it.
+        full = client.generate([9] * 500, max_new_tokens=12, ignore_eos=True)
+        assert full.summary.generated_tokens == 12
+        with pytest.raises(SpecserveError) as error:
+            client.generate([9] * 500, max_new_tokens=13)
+        assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "speculator mlp" in server.output and "drafting 5 tokens" in server.output
+
+
+def test_speculators_that_do_not_fit_are_one_line_before_the_port_opens(
+    tiny_model, start_server, demo_speculators, tiny_speculators
+):
+    cases = [
+        (("mlp", demo_speculators["random"]), (), "emb_dim is 576, but the hidden size"),
+        (("medusa", demo_speculators["random"]), (), "medusa_num_heads is missing"),
+        (("mlp", "/no/such/folder"), (), "--speculator-id '/no/such/folder': there is no such file or directory"),
+        (tiny_speculators["random"], ("--num-speculative-tokens", "6"), "--num-speculative-tokens is 6, but"),
+    ]
+    for (kind, path), more, message in cases:
+        flags = ("--speculator", kind, "--speculator-id", str(path), *more)
+        server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
+        assert server.wait_exit() == 1
+        assert message in server.output and "Traceback" not in server.output
+        assert "is ready" not in server.output
