@@ -237,7 +237,7 @@ def test_wrong_sizes(text):
         (["--model-id", "x", "--speculator", "usd"], ["--speculator is usd", "not built yet"]),
         (["--model-id", "x", "--speculator", "mlp"], ["--speculator is mlp", "--speculator-id is missing"]),
         (["--model-id", "x", "--num-speculative-tokens", "2"], ["--num-speculative-tokens is 2", "is none"]),
-        (["--model-id", "x", "--num-speculative-tokens", "0"], ["--num-speculative-tokens", "0"]),
+        (["--model-id", "x", "--num-speculative-tokens", "0"], ["--num-speculative-tokens", "1"]),
         (["--model-id", "x", "--speculator", "magic"], ["--speculator", "magic"]),
         (["--model-id", "x", "--speculator-id", "y"], ["--speculator-id is 'y'", "--speculator is none"]),
         (["--model-id", "x", "--num-shard", "2"], ["--num-shard is 2", "only 1"]),
