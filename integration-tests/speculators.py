@@ -42,14 +42,16 @@ def write_bigram_mlp(path: Path, texts: list[list[int]], *, vocab: int, size: in
     return _write(path, config, named, "model.safetensors")
 
 
-def write_random_mlp(path: Path, *, vocab: int, size: int, n: int, inner: int = 16) -> Path:
-    """An MLP speculator that is hardly ever right."""
+def write_random_mlp(path: Path, *, vocab: int, size: int, n: int, inner: int = 16, broken: bool = False) -> Path:
+    """An MLP speculator that is hardly ever right; a broken one has NaN in its second head."""
     torch.manual_seed(3)
     tensors = {}
     for i in range(n):
         tensors |= {f"emb.{i}.weight": torch.randn(vocab, inner), f"head.{i}.weight": torch.randn(vocab, inner)}
         tensors |= {f"ln.{i}.weight": torch.ones(inner), f"ln.{i}.bias": torch.randn(inner)}
         tensors[f"proj.{i}.weight"] = torch.randn(inner, size if i == 0 else inner)
+    if broken:
+        tensors["head.1.weight"][7] = torch.nan
     config = {"model_type": "mlp_speculator", "vocab_size": vocab, "emb_dim": size, "inner_dim": inner, "n_predict": n}
     return _write(path, config, tensors, "model.safetensors")
 

@@ -114,16 +114,17 @@ def tiny_speculators(tmp_path_factory, speculators):
     folder = tmp_path_factory.mktemp("tiny-speculators")
     return {
         "random": ("mlp", speculators.write_random_mlp(folder / "random", **TINY, n=5)),
+        "broken": ("mlp", speculators.write_random_mlp(folder / "broken", **TINY, n=3, broken=True)),
         "eos": ("medusa", speculators.write_constant_medusa(folder / "eos", 2, size=TINY["size"], heads=4)),
         "repeating": ("medusa", speculators.write_repeating_medusa(folder / "again", size=TINY["size"], heads=2)),
     }
 
 
-@pytest.mark.parametrize("name", ["random", "eos", "repeating"])
+@pytest.mark.parametrize("name", ["random", "broken", "eos", "repeating"])
 def test_bad_drafts_under_preemption_change_nothing(
     name, tiny, tiny_model, start_server, tiny_speculators, wait_until_idle
 ):
-    """Little KV, so that requests are preempted; drafts that are never right, or always the end."""
+    """Little KV, so that requests are preempted; drafts that are never right, not a number, or always the end."""
     jobs = mixed_requests(PROMPTS, 60, 120)
     jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
     plain = [outside(answer) for answer in answer_all(tiny, jobs, 8)]

@@ -241,6 +241,15 @@ def test_non_finite_rows_fail_alone(row_ops_form, params):
     assert [actual[row] for row in (0, 6, 7)] == [expected[row] for row in (0, 6, 7)] and None not in expected
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_a_batch_of_nothing_but_non_finite_rows(row_ops_form, params):
+    sampler = make_sampler([SamplingParams(temperature=1.0, seed=n, **params) for n in range(2)], 50)
+    logits = torch.full((2, 50), torch.nan)
+    assert sample(sampler, logits) == [None, None]
+    rows = [SampleRow(row, 3, 0) for row in range(2)]
+    assert sampler.choose_drafts(logits, rows).tolist() == [0, 0]
+
+
 def test_extreme_logits_never_overflow(row_ops_form):
     logits = torch.tensor([[3e38, 2e38, -3e38], [-3e38, -3e38, -3e38], [1e30, 1e30, 0.0]])
     for params in ({}, {"top_p": 0.9}, {"typical_p": 0.5}, {"min_p": 0.5}, {"top_k": 1}):

@@ -163,6 +163,8 @@ class Sampler:
     ) -> torch.Tensor:
         chosen = argmax(logits)  # -1 stays where no draw can be made
         finite = (chosen >= 0).nonzero()[:, 0]
+        if not len(finite):
+            return chosen
         scaled, truncation = self._scaled(logits[finite], [rows[index] for index in finite.tolist()])
         for row_indices, kept, columns in truncate(scaled, truncation):
             where = finite[row_indices]

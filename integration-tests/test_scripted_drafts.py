@@ -1,0 +1,248 @@
+"""Drafts by script through a real server: every accept length, and every place where an answer can end in a draft."""
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+
+import pytest
+import torch
+
+from specserve.router_client.client import Client
+from specserve.server import launch
+from specserve.server.config import ListenOptions, ModelOptions, SchedulerOptions, ServerConfig
+from specserve.server.grpc_server import GrpcServer
+from specserve.speculators.base import Draft, NoSpeculator
+
+K = 4
+PROMPTS = ["A robot may not injure", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a", "The end"]
+LENGTH = 40
+LONG = {"max_new_tokens": LENGTH, "ignore_eos": True}
+MAX_TOTAL_TOKENS = 96
+
+
+class Scripted:
+    """Drafts a known answer: right in as many places as the script says, wrong in the one after."""
+
+    max_draft_tokens = K
+    num_parameters = 0
+
+    def play(self, answers, accepts):
+        """Answers of the requests to come, told apart by their first token; right places of each step, in a cycle."""
+        self.pending = {answer[0]: list(answer) for answer in answers}
+        assert len(self.pending) == len(answers)
+        self.accepts = accepts
+        self.rows = {}  # slot -> (answer, place of the next last token, script)
+
+    def propose(self, rows):
+        rows.check()
+        drafted = []
+        for slot, last, longest in zip(rows.row_slots, rows.token_ids.tolist(), rows.max_lengths, strict=True):
+            answer, place, script = self.rows.get(slot, ((), 0, ()))
+            if place >= len(answer) or answer[place] != last:  # a new request: its first token says which
+                over = ([last], 0, itertools.cycle([0]))  # or one that has just had its last token
+                begun = last in self.pending
+                answer, place, script = (self.pending.pop(last), 0, itertools.cycle(self.accepts)) if begun else over
+            coming = answer[place + 1 : place + 1 + longest] + [0] * max(0, place + 1 + longest - len(answer))
+            right = min(next(script), longest)
+            drafted.append([t if i < right else (t + 1) % 1000 for i, t in enumerate(coming)] + [0] * (K - longest))
+            self.rows[slot] = (answer, place + right + 1, script)
+        return Draft(torch.tensor(drafted), list(rows.max_lengths))
+
+
+def expected_steps(count, accepts):
+    """(drafted, accepted) of each step after the first token of an answer of `count` tokens."""
+    steps, emitted, script = [], 1, itertools.cycle(accepts)
+    while emitted < count:
+        drafted = min(K, count - emitted - 1)
+        accepted = min(next(script), drafted) if drafted else 0
+        steps.append((drafted, accepted))
+        emitted += accepted + 1
+    return steps
+
+
+class InProcess:
+    """The real server with a speculator of ours, in a thread."""
+
+    def __init__(self, model, speculator):
+        self.speculator = speculator
+        options = SchedulerOptions(max_batch_size=8, max_total_tokens=MAX_TOTAL_TOKENS)
+        self.config = ServerConfig(ModelOptions(str(model)), scheduler=options, server=ListenOptions("127.0.0.1", 0))
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.server = GrpcServer(self.config)
+
+    def _call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+    def __enter__(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "load_speculator", lambda *args, **options: self.speculator)
+            serving = launch.build(self.config)
+
+        async def start():
+            await self.server.start()
+            await serving.engine.start()
+            await self.server.open(serving)
+
+        async def stop():
+            await self.server.begin_shutdown()
+            await serving.engine.drain(5)
+            await serving.engine.stop()
+            await self.server.stop()
+
+        self._call(start())
+        self.stop = stop
+        self.client = Client(self.server.address, timeout_s=60)
+        return self
+
+    def __exit__(self, *error):
+        self.client.close()
+        self._call(self.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    with InProcess(tiny_model, NoSpeculator()) as server:
+        yield server.client
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny_model):
+    with InProcess(tiny_model, Scripted()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers(plain):
+    """Prompt -> its plain answer of LENGTH tokens."""
+    return {prompt: plain.generate(prompt, **LONG) for prompt in PROMPTS}
+
+
+def ended(answer):
+    s = answer.summary
+    return answer.token_ids, answer.text, s.finish_reason, s.generated_tokens, s.stop_string, s.stop_token_id
+
+
+def details(answer):
+    return [(t.id, t.logprob, t.rank, [(o.id, o.logprob) for o in t.top]) for t in answer.details]
+
+
+@pytest.mark.parametrize("accepts", [[0], [1], [2], [3], [K], [0, 1, 2, 3, K], [K, 0], [3, K, 0, 0, 2]])
+def test_each_accept_length_gives_the_plain_answer_and_is_counted_exactly(scripted, plain, answers, accepts):
+    """[K] is a draft by the target itself: every draft of every step is accepted."""
+    options = {**LONG, "logprobs": True, "top_n_tokens": 2}
+    for prompt, answer in answers.items():
+        scripted.speculator.play([answer.token_ids], accepts)
+        events = list(scripted.client.stream(prompt, **options))
+        scripted.speculator.play([answer.token_ids], accepts)
+        unary = scripted.client.generate(prompt, **options)
+        assert details(unary) == details(plain.generate(prompt, **options))
+        assert tuple(t for event in events for t in event.token_ids) == unary.token_ids == answer.token_ids
+        assert "".join(event.text for event in events) == unary.text == answer.text
+        steps = expected_steps(LENGTH, accepts)
+        assert [len(event.token_ids) for event in events] == [1, *(accepted + 1 for _, accepted in steps)]
+        for summary in (unary.summary, events[-1].summary):
+            assert summary.num_drafts == sum(drafted > 0 for drafted, _ in steps)
+            assert summary.drafted_tokens == sum(drafted for drafted, _ in steps)
+            assert summary.accepted_tokens == sum(accepted for _, accepted in steps)
+            places = [sum(accepted > place for _, accepted in steps) for place in range(K)]
+            assert [*summary.accepted_per_position, 0, 0, 0, 0][:K] == places
+            assert summary.mean_acceptance_length == pytest.approx(1 + sum(places) / summary.num_drafts)
+
+
+@pytest.mark.parametrize("accepts", [[K], [1, 3]])
+def test_an_answer_ends_at_any_place_of_a_draft(scripted, plain, answers, accepts):
+    """Each token of an answer in turn is a stop, by id or by its text, with limits around it."""
+    prompt = PROMPTS[0]
+    answer = answers[prompt]
+    pieces = [token.text for token in plain.generate(prompt, **LONG, logprobs=True).details]
+    reasons = set()
+    for place in range(2 * K + 2):
+        token, piece = answer.token_ids[place], pieces[place]
+        for limit in sorted({max(1, place), place + 1, place + K + 2}):
+            ends = [{"stop_token_ids": [token]}, {"stop_token_ids": [token], "min_new_tokens": min(place, limit)}]
+            if piece.strip() and "\ufffd" not in piece:
+                ends += [{"stop": [piece]}, {"stop": [piece[-1:] + "\x00", piece], "include_stop": False}]
+            for end in ends:
+                options = {"max_new_tokens": limit, "seed": 3, **end}
+                expected = plain.generate(prompt, **options)
+                scripted.speculator.play([answer.token_ids], accepts)
+                # The script knows the answer without stops; where min_new_tokens leads elsewhere it is soon wrong.
+                if expected.token_ids != answer.token_ids[: len(expected.token_ids)]:
+                    scripted.speculator.play([expected.token_ids], accepts)
+                assert ended(scripted.client.generate(prompt, **options)) == ended(expected), (options, place)
+                reasons.add(expected.summary.finish_reason)
+    assert len(reasons) == 3  # length, stop string, stop token
+
+
+@pytest.mark.parametrize("accepts", [[0], [K], [0, 1, 2, 3, K]])
+def test_limits_cut_drafts(scripted, plain, answers, accepts):
+    """max_new_tokens from 1 on, and the context limit from each distance."""
+    prompt, answer = PROMPTS[1], answers[PROMPTS[1]]
+    for count in range(1, 2 * K + 4):
+        scripted.speculator.play([answer.token_ids], accepts)
+        got = scripted.client.generate(prompt, max_new_tokens=count, ignore_eos=True)
+        assert got.token_ids == answer.token_ids[:count]
+        assert got.summary.generated_tokens == count
+        assert got.summary.accepted_tokens == sum(accepted for _, accepted in expected_steps(count, accepts))
+        ids = [5 + i % 7 for i in range(MAX_TOTAL_TOKENS - count)]
+        expected = plain.generate(ids, ignore_eos=True, max_new_tokens=count)
+        scripted.speculator.play([expected.token_ids], accepts)
+        assert ended(scripted.client.generate(ids, ignore_eos=True, max_new_tokens=count)) == ended(expected)
+
+
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 1.4, "top_k": 12},
+    {"temperature": 1.2, "top_p": 0.8},
+    {"temperature": 1.3, "min_p": 0.02},
+    {"temperature": 1.1, "typical_p": 0.7},
+    {"repetition_penalty": 1.4},
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 1.0, "temperature": 0.9},
+    {"min_new_tokens": 12, "ignore_eos": False},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": -0.7, "top_k": 40, "top_p": 0.95},
+]
+
+
+@pytest.mark.parametrize("accepts", [[0], [1], [K], [2, 0, K, 1]])
+def test_every_option_at_every_accept_length(scripted, plain, accepts):
+    """Where drafts are right, later places see the drafts before them: their counts, masks and noise."""
+    for number, changes in enumerate(SAMPLED):
+        options = {**LONG, "max_new_tokens": 20, "logprobs": True, "top_n_tokens": 3, "seed": number, **changes}
+        for prompt in PROMPTS[number % 2 : 3 : 2]:
+            expected = plain.generate(prompt, **options)
+            scripted.speculator.play([expected.token_ids], accepts)
+            got = scripted.client.generate(prompt, **options)
+            assert (ended(got), details(got)) == (ended(expected), details(expected)), (changes, prompt)
+
+
+def test_rows_with_different_accept_lengths_in_one_batch(scripted, plain, answers):
+    """All prompts at once, each with other options, three times over."""
+    jobs = [(prompt, {**LONG, "seed": n, **SAMPLED[n]}) for n, prompt in enumerate(PROMPTS)]
+    expected = [plain.generate(prompt, **options) for prompt, options in jobs]
+    firsts = [answer.token_ids[0] for answer in expected]
+    chosen = [i for i, first in enumerate(firsts) if first not in firsts[:i]]
+    assert len(chosen) >= 4
+    for accepts in ([3, 0, 1, K, 2], [K], [0, K, K]):
+        scripted.speculator.play([expected[i].token_ids for i in chosen], accepts)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            got = list(pool.map(lambda i: scripted.client.generate(jobs[i][0], **jobs[i][1]), chosen))
+        assert [ended(answer) for answer in got] == [ended(expected[i]) for i in chosen]
+
+
+def test_seeds_differ_and_repeat(scripted, plain):
+    """A robot, ten seeds: several answers, each the same with right drafts, with wrong ones and without."""
+    texts = set()
+    for seed in range(10):
+        options = {"max_new_tokens": 10, "temperature": 2.0, "seed": seed, "ignore_eos": True}
+        expected = plain.generate(PROMPTS[0], **options)
+        for accepts in ([K], [0], [K]):
+            scripted.speculator.play([expected.token_ids], accepts)
+            assert ended(scripted.client.generate(PROMPTS[0], **options)) == ended(expected)
+        texts.add(expected.text)
+    assert len(texts) >= 9
