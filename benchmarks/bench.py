@@ -49,7 +49,7 @@ class InProcess:
         self.tokenizer = serving.tokenizer
         text = serving.chat_template.render(MESSAGES)
         self.prompt = serving.tokenizer.encode(text, add_special_tokens=False)
-        model = self.engine.executor._model  # type: ignore[attr-defined]
+        model = self.engine.executor.model  # type: ignore[attr-defined]
         self.weights = [
             [
                 torch.randn(linear.matrix.shape)

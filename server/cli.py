@@ -12,6 +12,7 @@ from rich.table import Table
 
 from specserve.router_client import cli as client_cli
 from specserve.server import cli_options as opt
+from specserve.server import train_cli
 from specserve.server.config import (
     AttentionBackendName,
     ConfigError,
@@ -167,6 +168,7 @@ def _fail(message: str, code: int) -> Any:
 
 
 client_cli.register(app)
+train_cli.register(app)
 
 
 def main() -> None:

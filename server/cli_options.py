@@ -104,7 +104,8 @@ MaxTopNTokens = Annotated[int, _option(_LIMITS, "MAX_TOP_N_TOKENS", "Largest top
 
 Speculator = Annotated[SpeculatorType, _option(_SPECULATOR, "SPECULATOR", "What drafts tokens; usd is not built yet.")]
 SpeculatorId = Annotated[
-    str | None, _option(_SPECULATOR, "SPECULATOR_ID", "Hub id or directory of the speculator.", show_default=False)
+    str | None,
+    _option(_SPECULATOR, "SPECULATOR_ID", "Hub id or directory of the speculator, or 'demo'.", show_default=False),
 ]
 
 NumSpeculativeTokens = Annotated[

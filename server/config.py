@@ -232,6 +232,8 @@ def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
         for flag, value in (("--speculator-id", speculator_id), ("--num-speculative-tokens", num_tokens)):
             if value is not None:
                 raise ConfigError(f"{flag} is {value!r}, but --speculator is none; leave it out")
+    elif not speculator_id and flags["model_id"] == "demo":
+        speculator_id = "demo"  # the one that comes with this package
     elif not speculator_id:
         raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
     return SpeculatorOptions(kind, speculator_id, num_tokens)

@@ -5,7 +5,7 @@ import torch
 from specserve.models.attention.registry import attention_backend
 from specserve.models.causal_lm import CausalLM
 from specserve.models.config import ModelConfig, load_config
-from specserve.models.hub import ModelError, ModelFiles, resolve_model
+from specserve.models.hub import DEMO, ModelError, ModelFiles, resolve_model
 from specserve.models.kv_cache import KVCache
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
@@ -21,11 +21,14 @@ from specserve.server.worker.memory import num_kv_blocks, warm_up
 from specserve.server.worker.model_runner import ModelRunner
 from specserve.speculators.base import Speculator
 from specserve.speculators.checkpoint import Base
-from specserve.speculators.registry import load_speculator, weight_files
+from specserve.speculators.registry import demo_files, load_speculator, weight_files
 
 
-def build(config: ServerConfig) -> Serving:
-    """Load everything and run the model once. Raises ModelError or ConfigError for what a user can put right."""
+def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving:
+    """Load everything and run the model once. Raises ModelError or ConfigError for what a user can put right.
+
+    A given speculator takes the place of the one that the configuration names.
+    """
     if config.parallel.num_threads is not None:
         torch.set_num_threads(config.parallel.num_threads)
     device, dtype = _device_and_dtype(config)
@@ -41,7 +44,7 @@ def build(config: ServerConfig) -> Serving:
     max_total_tokens = _max_total_tokens(config.scheduler, model_config)
     tokenizer = load_tokenizer(files, model_config.vocab_size)
     model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
-    speculator = _speculator(config, Base(model, files))
+    speculator = speculator or _speculator(config, Base(model, files))
     num_blocks = num_kv_blocks(
         model,
         dtype=dtype,
@@ -98,7 +101,9 @@ def _fit_total_tokens(options: SchedulerOptions, max_total_tokens: int, num_kv_t
 
 def _speculator(config: ServerConfig, base: Base) -> Speculator:
     options, files = config.speculator, None
-    if options.id is not None:
+    if options.id == DEMO:
+        files = demo_files(options.type)
+    elif options.id is not None:
         files = resolve_model(
             options.id,
             token=config.model.hub_token,

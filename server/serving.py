@@ -39,6 +39,15 @@ class EngineClient(Protocol):
 class ChatRenderer(Protocol):
     """What the server needs of ChatTemplate."""
 
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a template."""
+        ...
+
+    def user_header(self) -> str:
+        """The text in front of what a user says first."""
+        ...
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Text of the prompt; ValueError, in one line that names the field, for messages that don't do."""
         ...

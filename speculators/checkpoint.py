@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specserve.models.causal_lm import CausalLM
-from specserve.models.hub import CONFIG_FILE, INDEX_FILE, ModelError, ModelFiles, read_json
+from specserve.models.hub import CONFIG_FILE, DEMO, INDEX_FILE, ModelError, ModelFiles, read_json
 from specserve.models.weights import SafetensorsFiles, TorchFile, WeightReader, WeightSource
 from specserve.speculators.vocabulary_mapping import VocabularyMapping
 
@@ -78,7 +78,7 @@ class SpeculatorConfig:
     def check_base(self, base: Base) -> None:
         """The model that the file names must be the target, as far as the target's name tells."""
         named = self.values.get("base_model_name_or_path")
-        served = DEMO_BASE if base.files.model_id == "demo" else base.files.model_id
+        served = DEMO_BASE if base.files.model_id == DEMO else base.files.model_id
         if not isinstance(named, str) or not named or Path(served).exists():
             return  # early files name none, and a path says nothing about what lies there
         if named.rstrip("/").rpartition("/")[2].lower() != served.rstrip("/").rpartition("/")[2].lower():

@@ -1,6 +1,7 @@
 """Loads the speculator that a type names."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from specserve.models.hub import WEIGHTS_FILE, ModelFiles
 from specserve.models.parallel import TensorParallel
@@ -13,6 +14,11 @@ def weight_files(kind: SpeculatorType) -> Sequence[str]:
     """Names of the files that hold the weights of a kind of speculator, in the order in which they are looked for."""
     names = {SpeculatorType.MLP: mlp.WEIGHT_FILES, SpeculatorType.MEDUSA: medusa.WEIGHT_FILES}
     return names.get(kind, (WEIGHTS_FILE,))
+
+
+def demo_files(kind: SpeculatorType) -> ModelFiles:
+    """The speculator of the demo model that comes with this package."""
+    return ModelFiles("demo", None, Path(__file__).parent / "demo" / kind.value, "hub")
 
 
 def load_speculator(

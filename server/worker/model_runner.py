@@ -22,7 +22,7 @@ class ModelRunner:
         self, model: CausalLM, kv_cache: KVCache, speculator: Speculator, *, max_rows: int, max_total_tokens: int
     ) -> None:
         device = kv_cache.keys[0].device
-        self._model = model
+        self.model = model
         self._speculator = speculator
         self._kv_cache = kv_cache
         self._buffers = InputBuffers(
@@ -47,7 +47,7 @@ class ModelRunner:
             self._admit(admission)
         forward_batch = self._buffers.load(batch.rows)
         forward_batch.check()
-        hidden = self._model(forward_batch, self._kv_cache)  # [N, E]
+        hidden = self.model(forward_batch, self._kv_cache)  # [N, E]
         outputs = [RowOutput() for _ in batch.rows]
         self._decide(batch.rows, hidden[forward_batch.logits_indices], outputs)
         self._score_prompts(batch.rows, hidden, outputs)
@@ -66,7 +66,7 @@ class ModelRunner:
         if not deciding:
             return
         verify_rows = [self._verify_row(row) for row, _ in deciding]
-        results = verify(self._model.compute_logits(hidden), self._sampler, verify_rows)
+        results = verify(self.model.compute_logits(hidden), self._sampler, verify_rows)
         first, drafting = 0, []
         for (row, output), verify_row, verified in zip(deciding, verify_rows, results, strict=True):
             output.tokens = verified.tokens
@@ -133,5 +133,5 @@ class ModelRunner:
         scored: list[SampledToken] = []
         for start in range(0, len(token_ids), SCORED_ROWS_AT_ONCE):
             some = slice(start, start + SCORED_ROWS_AT_ONCE)
-            scored += score_tokens(self._model.compute_logits(hidden[some]), token_ids[some], top_n)
+            scored += score_tokens(self.model.compute_logits(hidden[some]), token_ids[some], top_n)
         return scored

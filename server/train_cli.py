@@ -1,0 +1,136 @@
+"""The command `specserve train`."""
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specserve.server import cli_options as opt
+from specserve.server.config import (
+    CacheOptions,
+    ConfigError,
+    Device,
+    DType,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    ServerConfig,
+    hub_token,
+    parse_size,
+)
+from specserve.speculators.base import SpeculatorType
+
+if TYPE_CHECKING:
+    from specserve.server.train import TrainConfig
+
+_DATA, _SPECULATOR, _RECIPE = "Data", "Speculator", "Recipe"
+
+
+class Kind(enum.StrEnum):
+    """What can be trained."""
+
+    MLP = "mlp"
+    MEDUSA = "medusa"
+
+
+class SaveDType(enum.StrEnum):
+    """Number format of the saved weights."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def _flag(panel: str, help_text: str, **settings: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=panel, **settings)
+
+
+def train(
+    kind: Annotated[Kind, typer.Argument(help="What to train.")],
+    model_id: opt.ModelId = None,
+    output: Annotated[Path | None, _flag(_SPECULATOR, "Folder for the speculator; new, or of the same run.")] = None,
+    revision: opt.Revision = None,
+    offline: opt.Offline = False,
+    dtype: opt.DTypeFlag = DType.AUTO,
+    device: opt.DeviceFlag = Device.AUTO,
+    num_threads: opt.NumThreads = None,
+    kv_cache_memory: opt.KvCacheMemory = None,
+    max_batch_size: Annotated[int, _flag(_DATA, "Answers generated at once.", min=1)] = 48,
+    data_dir: Annotated[
+        Path | None,
+        _flag(_DATA, "Folder of the generated data, to share among runs.", show_default="OUTPUT/data"),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        _flag(
+            _DATA,
+            'Prompts, one a line; in a .jsonl a line is {"prompt": text} or {"messages": [...]}. '
+            "Without, a chat model writes user turns itself.",
+            show_default=False,
+        ),
+    ] = None,
+    num_tokens: Annotated[int, _flag(_DATA, "Tokens to generate; a prompt file may bring fewer.", min=1)] = 500_000,
+    max_new_tokens: Annotated[int, _flag(_DATA, "Tokens of an answer, at most.", min=2)] = 256,
+    cache_size: Annotated[str, _flag(_DATA, "Most bytes of hidden states on disk.")] = "8GiB",
+    num_heads: Annotated[int, _flag(_SPECULATOR, "Tokens that it can draft.", min=1)] = 3,
+    inner_dim: Annotated[
+        int | None, _flag(_SPECULATOR, "Width of an MLP speculator.", min=1, show_default="the model's hidden size")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int | None,
+        _flag(_SPECULATOR, "Draft only the N most frequent tokens of the data.", min=1, show_default="all"),
+    ] = None,
+    save_dtype: Annotated[SaveDType, _flag(_SPECULATOR, "Number format of the saved weights.")] = SaveDType.FLOAT16,
+    num_epochs: Annotated[float, _flag(_RECIPE, "Passes over the data.", min=0.001)] = 3.0,
+    batch_size: Annotated[int, _flag(_RECIPE, "Tokens of a training step.", min=1)] = 512,
+    learning_rate: Annotated[float, _flag(_RECIPE, "At its highest.", min=1e-8)] = 1e-3,
+    seed: Annotated[int, _flag(_RECIPE, "Of data, initial weights and order; the same seed repeats a run.", min=0)] = 0,
+) -> None:
+    """Train a speculator for a model, on its own answers. On several GPUs: torchrun -m specserve.server train …"""
+    if not model_id:
+        raise ConfigError("--model-id (or MODEL_ID) is not set; give a Hub id, a directory, a .gguf file, or 'demo'")
+    if output is None:
+        raise ConfigError("--output is not set; name a folder for the speculator")
+    if kind is Kind.MEDUSA and inner_dim is not None:
+        raise ConfigError(f"--inner-dim is {inner_dim}, but medusa has none; leave it out")
+    config = _config(
+        SpeculatorType(kind.value),
+        ServerConfig(
+            ModelOptions(model_id, revision, dtype, device, offline=offline, hub_token=hub_token()),
+            CacheOptions(None if kv_cache_memory is None else parse_size("--kv-cache-memory", kv_cache_memory)),
+            SchedulerOptions(max_batch_size=max_batch_size),
+            parallel=ParallelOptions(num_threads=num_threads),
+        ),
+        output=output,
+        data_dir=data_dir or output / "data",
+        prompts=prompts,
+        num_tokens=num_tokens,
+        max_new_tokens=max_new_tokens,
+        cache_bytes=parse_size("--cache-size", cache_size),
+        num_heads=num_heads,
+        inner_dim=inner_dim,
+        draft_vocab_size=draft_vocab_size,
+        save_dtype=save_dtype.value,
+        recipe={"num_epochs": num_epochs, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed},
+    )
+    from specserve.models.hub import ModelError
+    from specserve.server.train import train as run
+
+    try:
+        run(config)
+    except ModelError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _config(kind: SpeculatorType, server: ServerConfig, *, recipe: dict[str, Any], **options: Any) -> "TrainConfig":
+    from specserve.server.train import TrainConfig
+    from specserve.speculators.training.trainer import TrainingOptions
+
+    return TrainConfig(kind, server, training=TrainingOptions(**recipe), **options)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command()(train)
