@@ -46,46 +46,64 @@ def _flag(panel: str, help_text: str, **settings: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel, **settings)
 
 
+_Kind = Annotated[Kind, typer.Argument(help="What to train.")]
+_Output = Annotated[Path | None, _flag(_SPECULATOR, "Folder for the speculator; new, or of the same run.")]
+_MaxBatchSize = Annotated[int, _flag(_DATA, "Answers generated at once.", min=1)]
+_DataDir = Annotated[
+    Path | None,
+    _flag(_DATA, "Folder of the generated data, to share among runs.", show_default="OUTPUT/data"),
+]
+_Prompts = Annotated[
+    Path | None,
+    _flag(
+        _DATA,
+        'Prompts, one a line; in a .jsonl a line is {"prompt": text} or {"messages": [...]}. '
+        "Without, a chat model writes user turns itself.",
+        show_default=False,
+    ),
+]
+_NumTokens = Annotated[int, _flag(_DATA, "Tokens to generate; a prompt file may bring fewer.", min=1)]
+_MaxNewTokens = Annotated[int, _flag(_DATA, "Tokens of an answer, at most.", min=2)]
+_CacheSize = Annotated[str, _flag(_DATA, "Most bytes of hidden states on disk.")]
+_NumHeads = Annotated[int, _flag(_SPECULATOR, "Tokens that it can draft.", min=1)]
+_InnerDim = Annotated[
+    int | None, _flag(_SPECULATOR, "Width of an MLP speculator.", min=1, show_default="the model's hidden size")
+]
+_DraftVocabSize = Annotated[
+    int | None,
+    _flag(_SPECULATOR, "Draft only the N most frequent tokens of the data.", min=1, show_default="all"),
+]
+_SaveDtype = Annotated[SaveDType, _flag(_SPECULATOR, "Number format of the saved weights.")]
+_NumEpochs = Annotated[float, _flag(_RECIPE, "Passes over the data.", min=0.001)]
+_BatchSize = Annotated[int, _flag(_RECIPE, "Tokens of a training step.", min=1)]
+_LearningRate = Annotated[float, _flag(_RECIPE, "At its highest.", min=1e-8)]
+_Seed = Annotated[int, _flag(_RECIPE, "Of data, initial weights and order; the same seed repeats a run.", min=0)]
+
+
 def train(
-    kind: Annotated[Kind, typer.Argument(help="What to train.")],
+    kind: _Kind,
     model_id: opt.ModelId = None,
-    output: Annotated[Path | None, _flag(_SPECULATOR, "Folder for the speculator; new, or of the same run.")] = None,
+    output: _Output = None,
     revision: opt.Revision = None,
     offline: opt.Offline = False,
     dtype: opt.DTypeFlag = DType.AUTO,
     device: opt.DeviceFlag = Device.AUTO,
     num_threads: opt.NumThreads = None,
     kv_cache_memory: opt.KvCacheMemory = None,
-    max_batch_size: Annotated[int, _flag(_DATA, "Answers generated at once.", min=1)] = 48,
-    data_dir: Annotated[
-        Path | None,
-        _flag(_DATA, "Folder of the generated data, to share among runs.", show_default="OUTPUT/data"),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        _flag(
-            _DATA,
-            'Prompts, one a line; in a .jsonl a line is {"prompt": text} or {"messages": [...]}. '
-            "Without, a chat model writes user turns itself.",
-            show_default=False,
-        ),
-    ] = None,
-    num_tokens: Annotated[int, _flag(_DATA, "Tokens to generate; a prompt file may bring fewer.", min=1)] = 500_000,
-    max_new_tokens: Annotated[int, _flag(_DATA, "Tokens of an answer, at most.", min=2)] = 256,
-    cache_size: Annotated[str, _flag(_DATA, "Most bytes of hidden states on disk.")] = "8GiB",
-    num_heads: Annotated[int, _flag(_SPECULATOR, "Tokens that it can draft.", min=1)] = 3,
-    inner_dim: Annotated[
-        int | None, _flag(_SPECULATOR, "Width of an MLP speculator.", min=1, show_default="the model's hidden size")
-    ] = None,
-    draft_vocab_size: Annotated[
-        int | None,
-        _flag(_SPECULATOR, "Draft only the N most frequent tokens of the data.", min=1, show_default="all"),
-    ] = None,
-    save_dtype: Annotated[SaveDType, _flag(_SPECULATOR, "Number format of the saved weights.")] = SaveDType.FLOAT16,
-    num_epochs: Annotated[float, _flag(_RECIPE, "Passes over the data.", min=0.001)] = 3.0,
-    batch_size: Annotated[int, _flag(_RECIPE, "Tokens of a training step.", min=1)] = 512,
-    learning_rate: Annotated[float, _flag(_RECIPE, "At its highest.", min=1e-8)] = 1e-3,
-    seed: Annotated[int, _flag(_RECIPE, "Of data, initial weights and order; the same seed repeats a run.", min=0)] = 0,
+    max_batch_size: _MaxBatchSize = 48,
+    data_dir: _DataDir = None,
+    prompts: _Prompts = None,
+    num_tokens: _NumTokens = 500_000,
+    max_new_tokens: _MaxNewTokens = 256,
+    cache_size: _CacheSize = "8GiB",
+    num_heads: _NumHeads = 3,
+    inner_dim: _InnerDim = None,
+    draft_vocab_size: _DraftVocabSize = None,
+    save_dtype: _SaveDtype = SaveDType.FLOAT16,
+    num_epochs: _NumEpochs = 3.0,
+    batch_size: _BatchSize = 512,
+    learning_rate: _LearningRate = 1e-3,
+    seed: _Seed = 0,
 ) -> None:
     """Train a speculator for a model, on its own answers. On several GPUs: torchrun -m specserve.server train …"""
     if not model_id:
