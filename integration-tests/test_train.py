@@ -15,7 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specserve.router_client.client import Client
-from specserve.speculators.training.dataset import Dataset, Record
+from specserve.server.config import ModelOptions, SchedulerOptions, ServerConfig
+from specserve.server.launch import build
+from specserve.server.self_distillation import PromptSource, SelfDistillation
+from specserve.speculators.training.dataset import Dataset, DatasetWriter, Record
+from specserve.speculators.training.recorder import HiddenRecorder
 
 PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 naïve", "def f(x):\n    return", "the end of"]
 LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
@@ -112,6 +116,24 @@ def test_states_are_those_that_the_tokens_were_drawn_from(tiny_model, prompt_fil
         assert record.num_states > 20 and tokens.tolist() == record.token_ids[: record.num_states]
         torch.testing.assert_close(states, expected, rtol=0.01, atol=0.01)
         first += record.num_states
+
+
+def test_answers_that_end_with_their_first_token(tiny, make_tiny_model, tmp_path):
+    """Their states stay with them, and are not taken for those of whoever gets their place."""
+    prompts = tuple(f"{PROMPTS[n % 5]} {n}" for n in range(12))
+    first = tiny.generate([{"role": "user", "content": prompts[0]}], max_new_tokens=1).token_ids[0]
+    model = make_tiny_model(tmp_path / "model", eos_token_id=first)
+    config = ServerConfig(ModelOptions(str(model)), scheduler=SchedulerOptions(max_batch_size=1, max_total_tokens=256))
+    recorder = HiddenRecorder()
+    serving = build(config, recorder)
+    source = PromptSource(tmp_path, prompts[:1] + prompts)
+    distillation = SelfDistillation(serving, serving.engine.engine, recorder, source, seed=0, length=16)
+    writer = DatasetWriter(tmp_path / "data", {"hidden_size": 32})
+    distillation.run(writer, 10**6, lambda done: None)
+    writer.close()
+    records = [json.loads(line) for line in (tmp_path / "data" / "records.jsonl").read_text().splitlines()]
+    assert len(records) == 13 and records[0]["token_ids"] == [first]
+    assert sum(record["num_states"] for record in records) > 40
 
 
 def test_a_run_continues_after_a_kill_as_if_there_had_been_none(tiny_model, prompt_file, tmp_path):

@@ -76,17 +76,23 @@ class SelfDistillation:
         """Raises ModelError if there are no prompts and the model can't write any."""
         self._serving, self._engine, self._recorder, self._source = serving, engine, recorder, source
         self._seed, self._length = seed, length
+        self._header = ""  # before what a user says
         if source.file is None and not serving.chat_template.exists:
             raise ModelError(
                 f"{serving.description.model_id} has no chat template, so it can't write prompts itself; give --prompts"
             )
+        if source.file is None:
+            self._header = serving.chat_template.user_header()
         self._most = min(serving.description.max_total_tokens, max(TURN_TOKENS + 2 * length, 1024))
         if length > self._most // 2:
             raise ModelError(
                 f"--max-new-tokens is {length}; prompt and answer together may have {self._most} tokens, so give at "
                 f"most {self._most // 2}"
             )
-        # So many that none is ever preempted: row slots then stay with their requests.
+        recorder.requests = lambda: {
+            seq.row_slot: seq.request_id for seq in engine.scheduler.running if seq.row_slot is not None
+        }
+        # So many that none is ever preempted and computed twice.
         stats = engine.stats()
         self._num_rows = min(serving.description.max_batch_size, stats.num_blocks * stats.block_size // self._most)
 
@@ -107,8 +113,6 @@ class SelfDistillation:
                 work.text += event.text
                 if event.is_terminal:
                     self._finish(running, event, done)
-            for sequence in self._engine.scheduler.running:
-                running[sequence.request_id].row_slot = sequence.row_slot
             while writer.num_records in done:
                 writer.add(*done.pop(writer.num_records))
                 on_progress(writer.num_tokens)
@@ -120,9 +124,8 @@ class SelfDistillation:
 
     def _begin(self, running: "dict[int, _Work]", index: int) -> None:
         if self._source.file is None:
-            header = self._serving.chat_template.user_header()
             request = self._request(
-                header, SamplingParams(temperature=TURN_TEMPERATURE, seed=self._seed + index), TURN_TOKENS
+                self._header, SamplingParams(temperature=TURN_TEMPERATURE, seed=self._seed + index), TURN_TOKENS
             )
             running[self._engine.add(request)] = _Work(index, None)
         else:
@@ -158,7 +161,7 @@ class SelfDistillation:
         work = running.pop(event.request_id)
         if event.error is not None:
             raise ModelError(f"prompt {work.index + 1} failed: {event.error}") from event.error
-        recorded, states = self._recorder.take(work.row_slot) if work.row_slot is not None else ([], torch.empty(0, 0))
+        recorded, states = self._recorder.take(event.request_id)
         assert recorded == work.token_ids[: len(recorded)], "states belong to the tokens of another request"
         if work.prompt is None:
             self._begin_answer(running, work.index, work.text.strip() or "Hello")
@@ -173,7 +176,6 @@ class _Work:
         self.index, self.prompt = index, prompt
         self.token_ids: list[int] = []
         self.text = ""
-        self.row_slot: int | None = None
 
 
 def meta_of(serving: Serving, hidden_size: int, source: PromptSource, *, seed: int, length: int) -> dict[str, Any]:
