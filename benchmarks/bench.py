@@ -8,13 +8,10 @@ import asyncio
 import json
 import os
 import platform
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from server_process import running_server
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from specserve.models.hub import resolve_model
@@ -120,25 +118,6 @@ def run_transformers(model: Any, prompt: list[int]) -> float:
     start = time.perf_counter()
     model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
     return NEW_TOKENS / (time.perf_counter() - start)
-
-
-@contextmanager
-def running_server() -> Any:
-    """`specserve serve` as a process; its address."""
-    flags = ["--model-id", "demo", "--hostname", "127.0.0.1", "--port", "0"]
-    command = [sys.executable, "-m", "specserve.server", "serve", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if match := re.search(r"is ready at (\S+): ", line):
-                yield match[1]
-                break
-        else:
-            raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def run_grpc(address: str, prompt: list[int], num_streams: int) -> float:

@@ -8,9 +8,7 @@ the plain server. Ratios of tokens/s are medians over the rounds. Writes build/s
 import argparse
 import contextlib
 import json
-import re
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from server_process import running_server
 
 from specserve.router_client.client import Client
 
@@ -38,38 +37,15 @@ OPENINGS = [
 OUTPUT = Path("build") / "speculation.json"
 
 
-@contextlib.contextmanager
-def server(*flags: str) -> Any:
-    """A client of `specserve serve`."""
-    command = [sys.executable, "-m", "specserve.server", "serve", "--model-id", "demo", "--port", "0", *flags]
-    process = subprocess.Popen(
-        [*command, "--hostname", "127.0.0.1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if match := re.search(r"is ready at (\S+): ", line):
-                with Client(match[1], timeout_s=300) as client:
-                    yield client
-                break
-        else:
-            raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def run(client: Client, prompt: Any, options: dict[str, Any]) -> tuple[tuple[int, ...], float, Any]:
-    """Tokens, seconds after the first token, summary."""
+def run(client: Client, prompt: Any, options: dict[str, Any]) -> tuple[tuple[int, ...], float]:
+    """Tokens, seconds after the first token."""
     tokens: list[int] = []
     first = last = 0.0
-    summary = None
     for event in client.stream(prompt, **options):
         last = time.perf_counter()
         first = first or last
         tokens += event.token_ids
-        summary = event.summary or summary
-    return tuple(tokens), last - first, summary
+    return tuple(tokens), last - first
 
 
 def main() -> None:
@@ -89,7 +65,10 @@ def main() -> None:
     prompts = [[{"role": "user", "content": text}] for text in CHATS] + list(OPENINGS)
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(server(*flags)) for name, flags in variants.items()}
+        clients = {
+            name: stack.enter_context(Client(stack.enter_context(running_server(*flags)), timeout_s=300))
+            for name, flags in variants.items()
+        }
         speeds: dict[str, list[list[float]]] = {name: [] for name in variants}  # [round][prompt] tokens/s
         answers: dict[str, list[tuple[int, ...]]] = {name: [] for name in variants}
         for number in range(-1, arguments.rounds):  # the first is a warm-up
@@ -98,7 +77,7 @@ def main() -> None:
                 speeds[name].append([])
             for prompt in prompts:
                 for name, client in clients.items():
-                    tokens, seconds, _ = run(client, prompt, {"max_new_tokens": arguments.new_tokens})
+                    tokens, seconds = run(client, prompt, {"max_new_tokens": arguments.new_tokens})
                     speeds[name][-1].append((len(tokens) - 1) / seconds if seconds else 0.0)
                     if number == 0:
                         answers[name].append(tokens)

@@ -77,9 +77,7 @@ class InProcess:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def __enter__(self):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "load_speculator", lambda *args, **options: self.speculator)
-            serving = launch.build(self.config)
+        serving = launch.build(self.config, self.speculator)
 
         async def start():
             await self.server.start()

@@ -175,7 +175,7 @@ def resolve(flags: Mapping[str, Any]) -> ServerConfig:
     """
     config = ServerConfig(
         model=ModelOptions(
-            model_id=_required(flags, "model_id"),
+            model_id=required(flags, "model_id"),
             revision=flags["revision"],
             dtype=flags["dtype"],
             device=flags["device"],
@@ -184,7 +184,7 @@ def resolve(flags: Mapping[str, Any]) -> ServerConfig:
             hub_token=hub_token(),
         ),
         cache=CacheOptions(
-            kv_cache_memory=_kv_cache_memory(flags["kv_cache_memory"]),
+            kv_cache_memory=parse_kv_cache_memory(flags["kv_cache_memory"]),
             block_size=flags["block_size"],
             prefix_caching=flags["prefix_caching"],
         ),
@@ -206,7 +206,8 @@ def resolve(flags: Mapping[str, Any]) -> ServerConfig:
     return config
 
 
-def _required(flags: Mapping[str, Any], name: str) -> str:
+def required(flags: Mapping[str, Any], name: str) -> str:
+    """A flag that must be given, by its Python name; ConfigError if it isn't."""
     value = flags[name]
     if not value:
         flag = f"--{name.replace('_', '-')}"
@@ -214,7 +215,8 @@ def _required(flags: Mapping[str, Any], name: str) -> str:
     return str(value)
 
 
-def _kv_cache_memory(text: str | None) -> int | None:
+def parse_kv_cache_memory(text: str | None) -> int | None:
+    """Bytes of --kv-cache-memory; ConfigError for none at all."""
     if text is None:
         return None
     num_bytes = parse_size("--kv-cache-memory", text)

@@ -222,9 +222,8 @@ def _speculator(config: TrainConfig, rows: TargetRows, vocabulary: VocabularyMap
             num_heads=config.num_heads,
             has_unknown=vocabulary is not None,
         )
-        model.start_from(rows.embedding[ids], rows.head[ids])
-        return model
-    model = TrainableMedusa(hidden_size=rows.hidden_size, num_drafted=len(ids), num_heads=config.num_heads)
+    else:
+        model = TrainableMedusa(hidden_size=rows.hidden_size, num_drafted=len(ids), num_heads=config.num_heads)
     model.start_from(rows.embedding[ids], rows.head[ids])
     return model
 

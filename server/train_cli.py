@@ -17,7 +17,9 @@ from specserve.server.config import (
     SchedulerOptions,
     ServerConfig,
     hub_token,
+    parse_kv_cache_memory,
     parse_size,
+    required,
 )
 from specserve.speculators.base import SpeculatorType
 
@@ -106,8 +108,7 @@ def train(
     seed: _Seed = 0,
 ) -> None:
     """Train a speculator for a model, on its own answers. On several GPUs: torchrun -m specserve.server train …"""
-    if not model_id:
-        raise ConfigError("--model-id (or MODEL_ID) is not set; give a Hub id, a directory, a .gguf file, or 'demo'")
+    target = required({"model_id": model_id}, "model_id")
     if output is None:
         raise ConfigError("--output is not set; name a folder for the speculator")
     if kind is Kind.MEDUSA and inner_dim is not None:
@@ -115,8 +116,8 @@ def train(
     config = _config(
         SpeculatorType(kind.value),
         ServerConfig(
-            ModelOptions(model_id, revision, dtype, device, offline=offline, hub_token=hub_token()),
-            CacheOptions(None if kv_cache_memory is None else parse_size("--kv-cache-memory", kv_cache_memory)),
+            ModelOptions(target, revision, dtype, device, offline=offline, hub_token=hub_token()),
+            CacheOptions(parse_kv_cache_memory(kv_cache_memory)),
             SchedulerOptions(max_batch_size=max_batch_size),
             parallel=ParallelOptions(num_threads=num_threads),
         ),

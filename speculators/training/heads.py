@@ -30,6 +30,10 @@ class TrainableSpeculator(nn.Module):
         """See the module."""
         raise NotImplementedError
 
+    def start_from(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Begin with the target's embedding and head of the drafted tokens, [Vd, E] each."""
+        raise NotImplementedError
+
     def draft(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The greedy chain, [B, n] draft ids."""
         raise NotImplementedError

@@ -101,8 +101,8 @@ class Trainer:
     def _train_step(self) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.learning_rate * self._rate()
-        states, tokens, following = self._batch(self._indices())
-        loss = self._loss(states, tokens, following)
+        states, tokens, following = self._to_draft(*self.dataset.batch(self._indices()))
+        loss = _loss(self.model(states, tokens, following), following)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         if self.num_ranks > 1:
@@ -136,13 +136,10 @@ class Trainer:
         batch = self._order[1][place * self.options.batch_size : (place + 1) * self.options.batch_size]
         return np.sort(batch[self.rank :: self.num_ranks])
 
-    def _batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, draft ids of the tokens, draft ids of those after (-1: none, or not in the draft vocabulary)."""
-        return self._to_draft(*self.dataset.batch(indices))
-
     def _to_draft(
         self, states: torch.Tensor, tokens: torch.Tensor, following: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States, draft ids of the tokens, draft ids of those after (-1: none, or not in the draft vocabulary)."""
         if self.vocabulary is not None:
             tokens = self.vocabulary.to_draft(tokens, missing=len(self.vocabulary.target_ids))
             following = self.vocabulary.to_draft(following, missing=-1)
@@ -150,17 +147,6 @@ class Trainer:
         known = (following >= 0).cumprod(dim=1).bool()
         following = following.masked_fill(~known, -1)
         return states.to(self.device), tokens.to(self.device), following.to(self.device)
-
-    def _loss(self, states: torch.Tensor, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy summed over heads, a mean over examples; where nothing can be drafted it is 0.
-
-        So the mean over ranks is what one rank would have computed.
-        """
-        logits = self.model(states, tokens, following)
-        losses = []
-        for head, scores in enumerate(logits):
-            losses.append(F.cross_entropy(scores, following[:, head], ignore_index=-1, reduction="sum"))
-        return torch.stack(losses).sum() / len(tokens)
 
     @torch.no_grad()
     def _evaluate(self, train_loss: float) -> Evaluation:
@@ -170,7 +156,7 @@ class Trainer:
         for batch in self.dataset.held_out_batches(1024):
             states, tokens, following = self._to_draft(*batch)
             logits = self.model(states, tokens, following)
-            losses.append(float(self._loss(states, tokens, following)) * len(tokens))
+            losses.append(float(_loss(logits, following)) * len(tokens))
             top1 = torch.stack([scores.argmax(dim=1) for scores in logits], dim=1)
             right += (top1 == following).sum(dim=0).cpu()
             wanted += (following >= 0).sum(dim=0).cpu()
@@ -226,6 +212,18 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self._step, self._seconds = state["step"], state["seconds"]
         self.evaluations = [Evaluation(**values) for values in json.loads(state["evaluations"])]
+
+
+def _loss(logits: list[torch.Tensor], following: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over heads, a mean over examples; where nothing can be drafted it is 0.
+
+    So the mean over ranks is what one rank would have computed.
+    """
+    losses = [
+        F.cross_entropy(scores, following[:, head], ignore_index=-1, reduction="sum")
+        for head, scores in enumerate(logits)
+    ]
+    return torch.stack(losses).sum() / len(following)
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
