@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from specserve.server.tokenizer import load_tokenizer
 
 READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
 START_SECONDS = 120
+TINY_PROMPTS = json.loads((Path(__file__).parent / "data" / "tiny_prompts.json").read_text("utf-8"))
 # Long drains are tested where they matter; fixtures should end quickly.
 LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
 
@@ -143,12 +145,41 @@ def demo_address() -> Iterator[str]:
         yield address
 
 
+TINY_LIMITS = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
+# Few row slots and little KV, so that requests queue and are preempted: 256 bytes a token, 1,536 tokens.
+TINY_CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
+
+
 @pytest.fixture(scope="session")
-def tiny_address(tiny_model) -> Iterator[str]:
-    """Few row slots and little KV, so that requests queue and are preempted."""
-    limits = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512")
-    cache = ("--kv-cache-memory", "384KiB", "--block-size", "4")  # 256 bytes a token: 1,536 tokens
-    with running("--model-id", str(tiny_model), *limits, *cache, "--num-threads", "1", *LOCAL) as (address, _):
+def plain_tiny_address(tiny_model) -> Iterator[str]:
+    """The tiny model without a speculator."""
+    with running("--model-id", str(tiny_model), *TINY_LIMITS, *TINY_CACHE, *LOCAL) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def tiny_bigram(plain_tiny_address, speculators, tmp_path_factory) -> Path:
+    """An MLP speculator that is nearly always right about the greedy answers to TINY_PROMPTS."""
+    with Client(plain_tiny_address, timeout_s=120) as client:
+        texts = [client.generate(p, max_new_tokens=60, ignore_eos=True).token_ids for p in TINY_PROMPTS]
+    return speculators.write_bigram_mlp(tmp_path_factory.mktemp("bigram"), texts, vocab=49152, size=32, n=3)
+
+
+@pytest.fixture(scope="session")
+def tiny_repeating(speculators, tmp_path_factory) -> Path:
+    """A Medusa speculator that is seldom right."""
+    return speculators.write_repeating_medusa(tmp_path_factory.mktemp("repeating"), size=32, heads=2)
+
+
+@pytest.fixture(scope="session", params=["none", "mlp", "medusa"])
+def tiny_address(request, tiny_model, plain_tiny_address) -> Iterator[str]:
+    """Without a speculator and with each kind."""
+    if request.param == "none":
+        yield plain_tiny_address
+        return
+    folder = request.getfixturevalue({"mlp": "tiny_bigram", "medusa": "tiny_repeating"}[request.param])
+    flags = ("--speculator", request.param, "--speculator-id", str(folder))
+    with running("--model-id", str(tiny_model), *flags, *TINY_LIMITS, *TINY_CACHE, *LOCAL) as (address, _):
         yield address
 
 
@@ -163,6 +194,12 @@ def tiny(tiny_address) -> Iterator[Client]:
     with Client(tiny_address, timeout_s=120) as client:
         yield client
         wait_idle(client)  # whatever the test did, everything is back
+
+
+@pytest.fixture
+def plain_tiny(plain_tiny_address) -> Iterator[Client]:
+    with Client(plain_tiny_address, timeout_s=120) as client:
+        yield client
 
 
 def wait_idle(client: Client, seconds: float = 10.0) -> None:

@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import itertools
+import json
+import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,16 +13,7 @@ from specserve.router_client.client import Client
 from specserve.router_client.errors import SpecserveError
 from specserve.router_client.types import FinishReason
 
-PROMPTS = [
-    "A robot may not injure a human being",
-    "1\n2\n3\n4",
-    "🤗 안녕 👩‍👩‍👧 naïve",
-    "def f(x):\n    return",
-    "Once upon a time there was a very long prompt " * 4,
-    "a",
-    "\t \n",
-    "日本語のテキスト、句読点。",
-]
+PROMPTS = json.loads((Path(__file__).parent / "data" / "tiny_prompts.json").read_text("utf-8"))
 
 
 def stream(client, prompt, **options):
@@ -115,6 +109,28 @@ def test_a_stop_string_that_spans_tokens_never_leaks_and_a_false_start_is_releas
     false_start = base.text[-3:] + "\x00 never"
     answer = tiny.generate(PROMPTS[0], max_new_tokens=20, ignore_eos=True, stop=[false_start])
     assert answer.text == base.text and answer.summary.finish_reason is FinishReason.LENGTH
+
+
+def test_long_stop_strings_delay_nothing_that_can_not_begin_them(tiny):
+    base = tiny.generate(PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+    options = {"max_new_tokens": 20, "ignore_eos": True, "stop": ["\x00" + "y" * 999, "\x01" * 1000]}
+    events, ids, text = stream(tiny, PROMPTS[0], **options)
+    assert (tuple(ids), text) == (base.token_ids, base.text)
+    plain, _, _ = stream(tiny, PROMPTS[0], max_new_tokens=20, ignore_eos=True)
+    assert [event.text for event in events] == [event.text for event in plain] and events[0].text
+
+
+def test_a_slow_reader_gets_every_token_once(tiny):
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    base = tiny.generate(PROMPTS[1], **options)
+    ids, text, counts = [], "", []
+    for event in tiny.stream(PROMPTS[1], **options):
+        ids += event.token_ids
+        text += event.text
+        counts.append((event.generated_tokens, len(ids)))
+        time.sleep(0.03)
+    assert (tuple(ids), text) == (base.token_ids, base.text)
+    assert all(said == got for said, got in counts)
 
 
 def test_max_new_tokens_and_a_stop_at_the_same_token(tiny):

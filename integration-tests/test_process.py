@@ -197,13 +197,15 @@ def test_environment_variables_stand_for_flags(tiny_model, start_server):
         assert client.info().max_total_tokens == 77 and client.info().model_id == str(tiny_model)
 
 
-def test_nan_weights_fail_the_requests_that_meet_them_alone(start_server, tiny_model, tmp_path):
+@pytest.mark.parametrize("drafts", [False, True], ids=["none", "mlp"])
+def test_nan_weights_fail_the_requests_that_meet_them_alone(drafts, start_server, tiny_model, tiny_bigram, tmp_path):
     model = copy_model(tiny_model, tmp_path)
     tensors = load_file(model / "model.safetensors")
     bad_id = 777
     tensors["model.embed_tokens.weight"][bad_id] = torch.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    server = start_server("--model-id", str(model), *LOCAL)
+    flags = ("--speculator", "mlp", "--speculator-id", str(tiny_bigram)) if drafts else ()
+    server = start_server("--model-id", str(model), *flags, *LOCAL)
     with Client(server.wait_ready(), timeout_s=30) as client:
         options = {"max_new_tokens": 60, "ignore_eos": True}
         expected = client.generate([5, 6, 7], **options)
@@ -243,12 +245,21 @@ def test_json_logs_are_json(start_server, tiny_model):
         json.loads(line)
 
 
-def test_the_command_line_client_from_a_pipe(tiny_address):
-    command = [sys.executable, "-m", "specserve.server", "generate", "--target", tiny_address, "--max-new-tokens", "9"]
+def test_the_command_line_client_from_a_pipe(plain_tiny_address):
+    command = [
+        sys.executable,
+        "-m",
+        "specserve.server",
+        "generate",
+        "--target",
+        plain_tiny_address,
+        "--max-new-tokens",
+        "9",
+    ]
     done = subprocess.run(
         [*command, "--no-chat"], input="Grüße 🙂", capture_output=True, text=True, timeout=60, check=True
     )
-    with Client(tiny_address, timeout_s=30) as client:
+    with Client(plain_tiny_address, timeout_s=30) as client:
         assert done.stdout == client.generate("Grüße 🙂", max_new_tokens=9).text
     assert "9 tokens" in done.stderr and "Traceback" not in done.stderr
     bad = subprocess.run([*command, "--top-p", "7", "x"], capture_output=True, text=True, timeout=60)

@@ -3,10 +3,12 @@
 import asyncio
 import concurrent.futures
 import itertools
+import shutil
 import threading
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from specserve.router_client.client import Client
 from specserve.server import launch
@@ -24,8 +26,10 @@ MAX_TOTAL_TOKENS = 96
 class Scripted:
     """Drafts a known answer: right in as many places as the script says, wrong in the one after."""
 
-    max_draft_tokens = K
     num_parameters = 0
+
+    def __init__(self, max_draft_tokens=K):
+        self.max_draft_tokens = max_draft_tokens
 
     def play(self, answers, accepts):
         """Answers of the requests to come, told apart by their first token; right places of each step, in a cycle."""
@@ -45,7 +49,8 @@ class Scripted:
                 answer, place, script = (self.pending.pop(last), 0, itertools.cycle(self.accepts)) if begun else over
             coming = answer[place + 1 : place + 1 + longest] + [0] * max(0, place + 1 + longest - len(answer))
             right = min(next(script), longest)
-            drafted.append([t if i < right else (t + 1) % 1000 for i, t in enumerate(coming)] + [0] * (K - longest))
+            drafted.append([t if i < right else (t + 1) % 1000 for i, t in enumerate(coming)])
+            drafted[-1] += [0] * (self.max_draft_tokens - longest)
             self.rows[slot] = (answer, place + right + 1, script)
         return Draft(torch.tensor(drafted), list(rows.max_lengths))
 
@@ -165,14 +170,17 @@ def test_an_answer_ends_at_any_place_of_a_draft(scripted, plain, answers, accept
             ends = [{"stop_token_ids": [token]}, {"stop_token_ids": [token], "min_new_tokens": min(place, limit)}]
             if piece.strip() and "\ufffd" not in piece:
                 ends += [{"stop": [piece]}, {"stop": [piece[-1:] + "\x00", piece], "include_stop": False}]
+                ends += [{"stop": [pieces[place - 1][-1:] + piece[:1]]}] if place else []
             for end in ends:
-                options = {"max_new_tokens": limit, "seed": 3, **end}
+                options = {"max_new_tokens": limit, "seed": 3, "logprobs": True, **end}
                 expected = plain.generate(prompt, **options)
                 scripted.speculator.play([answer.token_ids], accepts)
                 # The script knows the answer without stops; where min_new_tokens leads elsewhere it is soon wrong.
                 if expected.token_ids != answer.token_ids[: len(expected.token_ids)]:
                     scripted.speculator.play([expected.token_ids], accepts)
-                assert ended(scripted.client.generate(prompt, **options)) == ended(expected), (options, place)
+                got = scripted.client.generate(prompt, **options)
+                assert (ended(got), details(got)) == (ended(expected), details(expected)), (options, place)
+                assert len(got.details) == got.summary.generated_tokens
                 reasons.add(expected.summary.finish_reason)
     assert len(reasons) == 3  # length, stop string, stop token
 
@@ -187,23 +195,28 @@ def test_limits_cut_drafts(scripted, plain, answers, accepts):
         assert got.token_ids == answer.token_ids[:count]
         assert got.summary.generated_tokens == count
         assert got.summary.accepted_tokens == sum(accepted for _, accepted in expected_steps(count, accepts))
+        for cap in range(K + 1):
+            scripted.speculator.play([answer.token_ids], accepts)
+            got = scripted.client.generate(prompt, max_new_tokens=count, ignore_eos=True, max_draft_tokens=cap)
+            assert got.token_ids == answer.token_ids[:count] and got.summary.drafted_tokens <= cap * (count - 1)
         ids = [5 + i % 7 for i in range(MAX_TOTAL_TOKENS - count)]
         expected = plain.generate(ids, ignore_eos=True, max_new_tokens=count)
         scripted.speculator.play([expected.token_ids], accepts)
         assert ended(scripted.client.generate(ids, ignore_eos=True, max_new_tokens=count)) == ended(expected)
 
 
+PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
 SAMPLED = [
     {"temperature": 1.0},
     {"temperature": 1.4, "top_k": 12},
     {"temperature": 1.2, "top_p": 0.8},
     {"temperature": 1.3, "min_p": 0.02},
     {"temperature": 1.1, "typical_p": 0.7},
-    {"repetition_penalty": 1.4},
-    {"frequency_penalty": 1.5},
-    {"presence_penalty": 1.0, "temperature": 0.9},
+    {"repetition_penalty": 0.7},
+    {"frequency_penalty": -2.0},
+    {"presence_penalty": -2.0, "temperature": 0.5},
     {"min_new_tokens": 12, "ignore_eos": False},
-    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": -0.7, "top_k": 40, "top_p": 0.95},
+    {"temperature": 0.6, "repetition_penalty": 0.7, "frequency_penalty": -0.7, "top_k": 40, "top_p": 0.95},
 ]
 
 
@@ -212,11 +225,15 @@ def test_every_option_at_every_accept_length(scripted, plain, accepts):
     """Where drafts are right, later places see the drafts before them: their counts, masks and noise."""
     for number, changes in enumerate(SAMPLED):
         options = {**LONG, "max_new_tokens": 20, "logprobs": True, "top_n_tokens": 3, "seed": number, **changes}
-        for prompt in PROMPTS[number % 2 : 3 : 2]:
+        has_effect = not PENALTIES & changes.keys()
+        for prompt in PROMPTS[:3]:
             expected = plain.generate(prompt, **options)
+            without = plain.generate(prompt, **{**options, **dict.fromkeys(PENALTIES & changes.keys())})
+            has_effect |= expected.text != without.text
             scripted.speculator.play([expected.token_ids], accepts)
             got = scripted.client.generate(prompt, **options)
             assert (ended(got), details(got)) == (ended(expected), details(expected)), (changes, prompt)
+        assert has_effect, changes
 
 
 def test_rows_with_different_accept_lengths_in_one_batch(scripted, plain, answers):
@@ -244,3 +261,69 @@ def test_seeds_differ_and_repeat(scripted, plain):
             assert ended(scripted.client.generate(PROMPTS[0], **options)) == ended(expected)
         texts.add(expected.text)
     assert len(texts) >= 9
+
+
+@pytest.mark.parametrize("k", [1, 8, 48])
+def test_penalties_under_drafts_of_any_length(k, plain, tiny_model):
+    """Rejected drafts leave no trace in the counts, accepted ones leave theirs once."""
+    # The tiny model hardly repeats itself, so these make it.
+    penalties = [{}, {"presence_penalty": -2.0}, {"frequency_penalty": -1.0}, {"repetition_penalty": 0.7}]
+    with InProcess(tiny_model, Scripted(k)) as server:
+        texts = set()
+        for penalty in penalties:
+            options = {**LONG, **penalty}
+            expected = plain.generate(PROMPTS[1], **options)
+            texts.add(expected.text)
+            for accepts in ([0], [k], [0, 1, k, k // 2]):
+                server.speculator.play([expected.token_ids], accepts)
+                got = server.client.generate(PROMPTS[1], **options)
+                assert ended(got) == ended(expected), (penalty, accepts)
+                assert got.summary.accepted_tokens == 0 or accepts != [0]
+        assert len(texts) == len(penalties)
+
+
+def test_a_row_at_the_context_limit_beside_others(scripted, plain, answers):
+    """It drafts less and less, then nothing, while the others go on."""
+    ids = [5 + i % 7 for i in range(MAX_TOTAL_TOKENS - 12)]
+    jobs = [(ids, {"ignore_eos": True, "max_new_tokens": 12}), *((prompt, LONG) for prompt in PROMPTS[:3])]
+    expected = [plain.generate(prompt, **options) for prompt, options in jobs]
+    assert len({answer.token_ids[0] for answer in expected}) == len(jobs)
+    for accepts in ([K], [0, 2]):
+        scripted.speculator.play([answer.token_ids for answer in expected], accepts)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda job: scripted.client.generate(job[0], **job[1]), jobs))
+        assert [ended(answer) for answer in got] == [ended(answer) for answer in expected]
+
+
+def test_drafts_within_and_past_a_sliding_window(tiny_model, tmp_path):
+    """Rejected drafts write keys that the window of later tokens must not show."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_model / name, tmp_path / name)
+    torch.manual_seed(4)
+    config = Gemma3TextConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    with InProcess(tmp_path, NoSpeculator()) as server:
+        prompts = ["a", "A robot may not injure a human being, or let one come to harm: what does that mean to us?"]
+        expected = [server.client.generate(prompt, **LONG) for prompt in prompts]
+    with InProcess(tmp_path, Scripted()) as server:
+        for accepts in ([0], [K], [1, K, 0, 2]):
+            for prompt, answer in zip(prompts, expected, strict=True):
+                assert len(set(answer.token_ids)) > 5
+                server.speculator.play([answer.token_ids], accepts)
+                got = server.client.generate(prompt, **LONG)
+                assert ended(got) == ended(answer), accepts
+                steps = expected_steps(LENGTH, accepts)
+                assert got.summary.accepted_tokens == sum(accepted for _, accepted in steps)

@@ -122,24 +122,25 @@ PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 �
 
 
 @pytest.fixture(scope="module")
-def tiny_speculators(tmp_path_factory, speculators):
+def tiny_speculators(tmp_path_factory, speculators, tiny_bigram, tiny_repeating):
     folder = tmp_path_factory.mktemp("tiny-speculators")
     return {
         "random": ("mlp", speculators.write_random_mlp(folder / "random", **TINY, n=5)),
         "broken": ("mlp", speculators.write_random_mlp(folder / "broken", **TINY, n=3, broken=True)),
         "eos": ("medusa", speculators.write_constant_medusa(folder / "eos", 2, size=TINY["size"], heads=4)),
-        "repeating": ("medusa", speculators.write_repeating_medusa(folder / "again", size=TINY["size"], heads=2)),
+        "bigram": ("mlp", tiny_bigram),
+        "repeating": ("medusa", tiny_repeating),
     }
 
 
-@pytest.mark.parametrize("name", ["random", "broken", "eos", "repeating"])
-def test_bad_drafts_under_preemption_change_nothing(
-    name, tiny, tiny_model, start_server, tiny_speculators, wait_until_idle
+@pytest.mark.parametrize("name", ["random", "broken", "eos", "bigram", "repeating"])
+def test_drafts_of_any_quality_under_preemption_change_nothing(
+    name, plain_tiny, tiny_model, start_server, tiny_speculators, wait_until_idle
 ):
-    """Little KV, so that requests are preempted; drafts that are never right, not a number, or always the end."""
+    """Little KV, so that requests are preempted; drafts never right, not a number, always the end, or mostly right."""
     jobs = mixed_requests(PROMPTS, 60, 120)
     jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
-    plain = [outside(answer) for answer in answer_all(tiny, jobs, 8)]
+    plain = [outside(answer) for answer in answer_all(plain_tiny, jobs, 8)]
     kind, path = tiny_speculators[name]
     flags = ("--speculator", kind, "--speculator-id", str(path))
     server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL)
@@ -152,7 +153,26 @@ def test_bad_drafts_under_preemption_change_nothing(
         assert info.speculator.drafted_tokens > 100
         if name == "eos":
             assert info.speculator.accepted_tokens < info.speculator.num_drafts / 10
+        if name == "bigram":
+            assert info.speculator.mean_acceptance_length > 1.2
         wait_until_idle(client)
+
+
+def test_ids_beyond_the_tokenizer_are_no_error(make_tiny_model, speculators, start_server, tmp_path):
+    """A vocabulary padded to 49,280 for a tokenizer of 49,152: random tokens, of the padding too."""
+    sizes = {"vocab": 49280, "size": TINY["size"]}
+    model = make_tiny_model(tmp_path / "model", vocab_size=sizes["vocab"])
+    path = speculators.write_random_mlp(tmp_path / "mlp", **sizes, n=3)
+    jobs = [
+        (PROMPTS[n % 5], {"max_new_tokens": 40, "temperature": 2.0, "seed": n, "stop": ["zzz"], "top_n_tokens": 5})
+        for n in range(40)
+    ]
+    answers = []
+    for flags in ((), ("--speculator", "mlp", "--speculator-id", str(path))):
+        with served(start_server("--model-id", str(model), *flags, *SMALL, *LOCAL)) as client:
+            answers.append([outside(answer) for answer in answer_all(client, jobs, 8)])
+    assert answers[0] == answers[1]
+    assert any(token >= 49152 for ids, *_ in answers[0] for token in ids)
 
 
 def test_draft_length_is_capped_by_the_request(tiny_model, start_server, tiny_speculators):

@@ -80,7 +80,7 @@ def last_evaluation(folder: Path) -> dict:
 
 @pytest.mark.parametrize(("kind", "least"), [("mlp", 3.0), ("medusa", 2.0)])
 def test_a_tiny_target_is_learnt_and_its_speculator_serves(
-    kind, least, tiny_model, prompt_file, data, tmp_path, start_server, tiny
+    kind, least, tiny_model, prompt_file, data, tmp_path, start_server, plain_tiny
 ):
     """Trained on few different answers, seen many times over, it knows them; the answers don't change."""
     flags = ("--prompts", prompt_file, "--data-dir", data, *SMALL, *RECIPE, *WIDTH[kind], "--num-epochs", "40")
@@ -91,7 +91,7 @@ def test_a_tiny_target_is_learnt_and_its_speculator_serves(
     records = [json.loads(line) for line in (data / "records.jsonl").read_text().splitlines()]
     trained = [record["index"] for record in records if record["index"] % 2 == 0 and not Record(**record).is_held_out]
     template = [[{"role": "user", "content": f"{PROMPTS[n % 5]} {n}"}] for n in trained[:12]]
-    plain = [tiny.generate(prompt, max_new_tokens=32) for prompt in template]
+    plain = [plain_tiny.generate(prompt, max_new_tokens=32) for prompt in template]
     flags = ("--speculator", kind, "--speculator-id", str(tmp_path / "s"))
     server = start_server("--model-id", str(tiny_model), *flags, *LOCAL, "--max-total-tokens", "512")
     with Client(server.wait_ready(), timeout_s=60) as client:
