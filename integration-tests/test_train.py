@@ -175,6 +175,8 @@ def test_two_processes_train_what_one_does(tiny_model, prompt_file, data, tmp_pa
         "2",
         "--save-dtype",
         "float32",
+        "--compute-dtype",
+        "float32",
     )
     train("mlp", tiny_model, tmp_path / "one", *flags)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

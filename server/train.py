@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class TrainConfig:
 def train(config: TrainConfig) -> None:
     """Generate what is missing of the data, train, save. ModelError or ConfigError for what a user can put right."""
     console = Console(stderr=True)
+    config = replace(config, training=replace(config.training, compute_dtype=_compute_dtype(config)))
     with _process_group(config) as rank:
         source = PromptSource.read(config.prompts)
         _check_space(config)
@@ -85,6 +86,13 @@ def _process_group(config: TrainConfig) -> Iterator[int]:
 
 def _is_cuda(config: TrainConfig) -> bool:
     return torch.cuda.is_available() and config.server.model.device is not Device.CPU
+
+
+def _compute_dtype(config: TrainConfig) -> str:
+    if config.training.compute_dtype != "auto":
+        return config.training.compute_dtype
+    is_fast = torch.cuda.is_bf16_supported() if _is_cuda(config) else torch.cpu.get_capabilities().get("amx_bf16")
+    return "bfloat16" if is_fast else "float32"
 
 
 def _check_space(config: TrainConfig) -> None:
@@ -198,7 +206,8 @@ def _train(config: TrainConfig, dataset: Dataset, rows: TargetRows, rank: int, c
         console.print(f"draft vocabulary: {len(target_ids):,} tokens, {share:.2%} of the generated ones")
     model = _speculator(config, rows, vocabulary)
     device = torch.device("cuda", torch.cuda.current_device()) if _is_cuda(config) else torch.device("cpu")
-    trainer = Trainer(model.to(device), dataset, vocabulary, config.training, config.output, device)
+    head = rows.head if vocabulary is None else rows.head[vocabulary.target_ids]
+    trainer = Trainer(model.to(device), dataset, vocabulary, head, config.training, config.output, device)
     console.print(f"training on {len(dataset.train_indices):,} tokens, {trainer.num_steps:,} steps, on {device}")
     with _progress(console) as progress:
         task = progress.add_task("training", total=trainer.num_steps, note="")

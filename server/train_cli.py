@@ -44,6 +44,14 @@ class SaveDType(enum.StrEnum):
     FLOAT32 = "float32"
 
 
+class ComputeDType(enum.StrEnum):
+    """Number format of matrix products in training."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 def _flag(panel: str, help_text: str, **settings: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel, **settings)
 
@@ -79,6 +87,15 @@ _SaveDtype = Annotated[SaveDType, _flag(_SPECULATOR, "Number format of the saved
 _NumEpochs = Annotated[float, _flag(_RECIPE, "Passes over the data.", min=0.001)]
 _BatchSize = Annotated[int, _flag(_RECIPE, "Tokens of a training step.", min=1)]
 _LearningRate = Annotated[float, _flag(_RECIPE, "At its highest.", min=1e-8)]
+_SoftLabelShare = Annotated[
+    float,
+    _flag(
+        _RECIPE, "How much of a label is the model's own law instead of the token it drew from it.", min=0.0, max=1.0
+    ),
+]
+_ComputeDtype = Annotated[
+    ComputeDType, _flag(_RECIPE, "Number format of products; auto: bfloat16 where the hardware multiplies in it.")
+]
 _Seed = Annotated[int, _flag(_RECIPE, "Of data, initial weights and order; the same seed repeats a run.", min=0)]
 
 
@@ -105,6 +122,8 @@ def train(
     num_epochs: _NumEpochs = 3.0,
     batch_size: _BatchSize = 512,
     learning_rate: _LearningRate = 1e-3,
+    soft_label_share: _SoftLabelShare = 1.0,
+    compute_dtype: _ComputeDtype = ComputeDType.AUTO,
     seed: _Seed = 0,
 ) -> None:
     """Train a speculator for a model, on its own answers. On several GPUs: torchrun -m specserve.server train …"""
@@ -131,7 +150,14 @@ def train(
         inner_dim=inner_dim,
         draft_vocab_size=draft_vocab_size,
         save_dtype=save_dtype.value,
-        recipe={"num_epochs": num_epochs, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed},
+        recipe={
+            "num_epochs": num_epochs,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "soft_label_share": soft_label_share,
+            "compute_dtype": compute_dtype.value,
+            "seed": seed,
+        },
     )
     from specserve.models.hub import ModelError
     from specserve.server.train import train as run

@@ -102,6 +102,11 @@ def test_examples_of_a_dataset(tmp_path):
         assert tokens.tolist() == record.token_ids[: record.num_states]
         padded = [*record.token_ids, -1, -1, -1]
         assert following.tolist() == [padded[i + 1 : i + 4] for i in range(record.num_states)]
+        after, known = dataset.following_states(np.arange(first, first + record.num_states))
+        for place in range(record.num_states):
+            assert known[place].tolist() == [place + step < record.num_states for step in (1, 2, 3)]
+            for step in range(int(known[place].sum())):
+                assert torch.equal(after[place, step].float(), states[place + 1 + step])
         first += record.num_states
     assert all(len(side) == 1 for side in sides.values()) and {True, False} == set.union(*sides.values())
     ids, share = dataset.frequent_tokens(10)
@@ -127,12 +132,15 @@ def test_a_broken_end_is_cut_off(tmp_path):
         DatasetWriter(tmp_path / "whole", META)
 
 
-def run(folder, data, num_evaluations=4, vocabulary=None, **options):
+def run(folder, data, num_evaluations=4, vocabulary=None, head=None, **options):
+    """By emitted tokens, unless there is a head of the target."""
+    options = {"soft_label_share": 0.0 if head is None else 1.0, **options}
+    head = torch.zeros(V if vocabulary is None else len(vocabulary.target_ids), E) if head is None else head
     torch.manual_seed(0)
     model = make("mlp", list(range(V if vocabulary is None else len(vocabulary.target_ids))))
     options = trainer.TrainingOptions(batch_size=16, num_evaluations=num_evaluations, **options)
     folder.mkdir(exist_ok=True)
-    loop = trainer.Trainer(model, data, vocabulary, options, folder, torch.device("cpu"))
+    loop = trainer.Trainer(model, data, vocabulary, head, options, folder, torch.device("cpu"))
     loop.run(lambda step, loss: None, lambda evaluation: None)
     return loop
 
@@ -166,6 +174,60 @@ def test_the_loop_learns_and_counts_acceptance(tmp_path):
         run(tmp_path / "run", data, num_epochs=31.0, learning_rate=1e-2)
     with pytest.raises(ModelError, match=r"the loss is .* lower --learning-rate"):
         run(tmp_path / "wild", data, num_epochs=30.0, learning_rate=1e38)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_law_of_the_target_teaches_what_its_draws_hide(dtype, tmp_path):
+    """States go 7, 8, 9, …; the target's head says so, but the tokens that were emitted are noise."""
+    writer = DatasetWriter(tmp_path / "data", META)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.nn.functional.normalize(torch.randn(V, E, generator=generator), dim=1).bfloat16()
+    for index in range(200):
+        noise = torch.randint(V, (8,), generator=generator).tolist()
+        writer.add(Record(index, f"p{index}", noise, 8), table[[(index * 7 + place) % V for place in range(8)]])
+    writer.close()
+    data = Dataset(tmp_path / "data", 3)
+    right = {}
+    for share in (1.0, 0.0):
+        loop = run(
+            tmp_path / f"run-{share}",
+            data,
+            head=20 * table.float(),
+            num_epochs=30.0,
+            learning_rate=1e-2,
+            soft_label_share=share,
+            compute_dtype=dtype,
+        )
+        with torch.no_grad():
+            drafted = loop.model.draft(table.float(), torch.zeros(V, dtype=torch.int64))
+        right[share] = [float((drafted[:, i] == (torch.arange(V) + 1 + i) % V).float().mean()) for i in range(3)]
+    assert right[1.0][0] > 0.9 and right[0.0][0] < 0.2, right
+
+
+def test_soft_labels_end_where_the_states_do(tmp_path):
+    """The last token of an answer has no state, so its label is itself; the loss is that of the formula."""
+    write_records(tmp_path, 40)
+    data = Dataset(tmp_path, 3)
+    model, head = make("mlp", list(range(V))), torch.randn(V, E)
+    options = trainer.TrainingOptions(batch_size=16, soft_label_share=0.6, label_temperature=0.5)
+    loop = trainer.Trainer(model, data, None, head, options, tmp_path / "run", torch.device("cpu"))
+    indices = data.train_indices[:30]
+    states, tokens, following = data.batch(indices)
+    after, known = data.following_states(indices)
+    assert 0 < int(known.sum()) < int((following >= 0).sum())
+    expected = 0.0
+    for head_index, scores in enumerate(model(states, tokens, following)):
+        for row in range(len(indices)):
+            token = int(following[row, head_index])
+            if token < 0:
+                continue
+            label = torch.nn.functional.one_hot(torch.tensor(token), V).double()
+            if known[row, head_index]:
+                law = torch.softmax((head.double() @ after[row, head_index].double()) / 0.5, 0)
+                label = 0.4 * label + 0.6 * law
+            expected -= float((label * torch.log_softmax(scores[row].double(), 0)).sum()) / len(indices)
+    got = trainer._loss(model(states, tokens, following), following, loop._soft_labels(indices))
+    assert float(got) == pytest.approx(expected, rel=1e-5)
 
 
 def test_weights_that_do_not_fit_their_dtype(tmp_path):

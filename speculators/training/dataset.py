@@ -107,6 +107,7 @@ class Dataset:
         raw = np.memmap(folder / "hidden.bin", dtype=np.int16, mode="r", shape=(num_states, hidden_size))
         self._states = raw
         self._steps = np.full((num_states, 1 + num_steps), -1, dtype=np.int64)
+        self._last = np.empty(num_states, dtype=np.int64)  # the last state of each one's answer
         sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         first = 0
         for record in records:
@@ -114,6 +115,7 @@ class Dataset:
             for step in range(1 + num_steps):
                 shifted = tokens[step : step + record.num_states]
                 self._steps[first : first + len(shifted), step] = shifted
+            self._last[first : first + record.num_states] = first + record.num_states - 1
             usable = min(record.num_states, len(tokens) - 1)
             sides[record.is_held_out].append(np.arange(first, first + usable))
             first += record.num_states
@@ -122,9 +124,18 @@ class Dataset:
 
     def batch(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """States [B, E] float32, tokens [B], the tokens after [B, num_steps]."""
-        states = torch.from_numpy(self._states[indices].copy()).view(torch.bfloat16).float()
+        states = self._read(indices).float()
         steps = torch.from_numpy(self._steps[indices])
         return states, steps[:, 0].contiguous(), steps[:, 1:].contiguous()
+
+    def following_states(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """States that the tokens after were drawn from [B, num_steps, E] bfloat16; which of them there are."""
+        wanted = indices[:, None] + np.arange(1, self._steps.shape[1])
+        last = self._last[indices][:, None]
+        return self._read(np.minimum(wanted, last)), torch.from_numpy(wanted <= last)
+
+    def _read(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(self._states[indices]).view(torch.bfloat16)
 
     def frequent_tokens(self, count: int) -> tuple[list[int], float]:
         """The `count` most frequent generated tokens of the training side, ascending; their share of all."""

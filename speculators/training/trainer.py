@@ -1,8 +1,10 @@
 """The training loop: frozen target, cached states, summed cross-entropy over the heads.
 
 AdamW with warm-up and cosine decay and clipped gradients, as the published speculators were trained
-(arXiv 2404.19124, 2401.10774). A run continues from its last checkpoint and then ends as it would have without a break:
-batches follow from the seed and the step alone.
+(arXiv 2404.19124, 2401.10774). They learnt from the emitted tokens; here the labels are, by soft_label_share, the
+laws that these were drawn from, which the target's head gives for the cached states (distillation, arXiv 1503.02531).
+A run continues from its last checkpoint and then ends as it would have without a break: batches follow from the seed
+and the step alone.
 """
 
 import json
@@ -28,6 +30,8 @@ LOG_FILE, CHECKPOINT_FILE = "training.jsonl", "checkpoint.pt"
 EVALUATED_EXAMPLES = 16_384
 MAX_GRADIENT_NORM = 1.0
 
+SoftLabels = tuple[torch.Tensor, torch.Tensor]  # laws [B, n, Vd]; their share of the labels [B, n]
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
@@ -36,7 +40,10 @@ class TrainingOptions:
     num_epochs: float = 3.0
     batch_size: int = 512
     learning_rate: float = 1e-3
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
+    soft_label_share: float = 1.0  # the rest of a label is the emitted token
+    label_temperature: float = 0.7  # of the target's law; below 1, as a greedy draft needs but its likeliest token
+    compute_dtype: str = "float32"  # of matrix products; weights are float32
     warm_up_share: float = 0.05
     final_share: float = 0.02  # of the learning rate, at the end
     num_evaluations: int = 10
@@ -64,12 +71,16 @@ class Trainer:
         model: TrainableSpeculator,
         dataset: Dataset,
         vocabulary: VocabularyMapping | None,
+        head: torch.Tensor,
         options: TrainingOptions,
         folder: Path,
         device: torch.device,
     ) -> None:
+        """head: the target's, of the drafted tokens, [Vd, E]."""
         self.model, self.dataset, self.options, self.folder, self.device = model, dataset, options, folder, device
         self.vocabulary = vocabulary
+        self._compute_dtype = getattr(torch, options.compute_dtype)
+        self._head = head.to(device, self._compute_dtype)
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.steps_per_epoch = max(1, len(dataset.train_indices) // options.batch_size)
         self.num_steps = max(1, round(options.num_epochs * self.steps_per_epoch))
@@ -101,8 +112,10 @@ class Trainer:
     def _train_step(self) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.learning_rate * self._rate()
-        states, tokens, following = self._to_draft(*self.dataset.batch(self._indices()))
-        loss = _loss(self.model(states, tokens, following), following)
+        indices = self._indices()
+        states, tokens, following = self._to_draft(*self.dataset.batch(indices))
+        with torch.autocast(self.device.type, self._compute_dtype, enabled=self._compute_dtype is not torch.float32):
+            loss = _loss(self.model(states, tokens, following), following, self._soft_labels(indices))
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         if self.num_ranks > 1:
@@ -149,6 +162,16 @@ class Trainer:
         return states.to(self.device), tokens.to(self.device), following.to(self.device)
 
     @torch.no_grad()
+    def _soft_labels(self, indices: np.ndarray) -> SoftLabels | None:
+        share = self.options.soft_label_share
+        if not share:
+            return None
+        states, known = self.dataset.following_states(indices)
+        scores = F.linear(states.to(self.device, self._compute_dtype), self._head).float()
+        laws = torch.softmax(scores / self.options.label_temperature, dim=-1)
+        return laws, known.to(self.device).float() * share
+
+    @torch.no_grad()
     def _evaluate(self, train_loss: float) -> Evaluation:
         num_heads = self.model.num_heads
         right, accepted, wanted = (torch.zeros(num_heads) for _ in range(3))
@@ -156,7 +179,7 @@ class Trainer:
         for batch in self.dataset.held_out_batches(1024):
             states, tokens, following = self._to_draft(*batch)
             logits = self.model(states, tokens, following)
-            losses.append(float(_loss(logits, following)) * len(tokens))
+            losses.append(float(_loss(logits, following, None)) * len(tokens))
             top1 = torch.stack([scores.argmax(dim=1) for scores in logits], dim=1)
             right += (top1 == following).sum(dim=0).cpu()
             wanted += (following >= 0).sum(dim=0).cpu()
@@ -214,16 +237,22 @@ class Trainer:
         self.evaluations = [Evaluation(**values) for values in json.loads(state["evaluations"])]
 
 
-def _loss(logits: list[torch.Tensor], following: torch.Tensor) -> torch.Tensor:
+def _loss(logits: list[torch.Tensor], following: torch.Tensor, soft: SoftLabels | None) -> torch.Tensor:
     """Cross-entropy summed over heads, a mean over examples; where nothing can be drafted it is 0.
 
     So the mean over ranks is what one rank would have computed.
     """
-    losses = [
-        F.cross_entropy(scores, following[:, head], ignore_index=-1, reduction="sum")
-        for head, scores in enumerate(logits)
-    ]
-    return torch.stack(losses).sum() / len(following)
+    total = logits[0].new_zeros((), dtype=torch.float32)
+    for head, scores in enumerate(logits):
+        emitted = following[:, head].clamp(min=0)
+        if soft is None:
+            losses = F.cross_entropy(scores.float(), emitted, reduction="none")
+        else:
+            laws, shares = soft[0][:, head], soft[1][:, head, None]
+            labels = (laws * shares).scatter_add_(1, emitted[:, None], 1 - shares)
+            losses = F.cross_entropy(scores.float(), labels, reduction="none")
+        total = total + (losses * (following[:, head] >= 0)).sum()
+    return total / len(following)
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
