@@ -12,7 +12,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from specserve.router_client.client import Client
 from specserve.server import launch
-from specserve.server.config import ListenOptions, ModelOptions, SchedulerOptions, ServerConfig
+from specserve.server.config import (
+    DraftLengthRule,
+    ListenOptions,
+    ModelOptions,
+    SchedulerOptions,
+    ServerConfig,
+    SpeculatorOptions,
+)
 from specserve.server.grpc_server import GrpcServer
 from specserve.speculators.base import Draft, NoSpeculator
 
@@ -72,7 +79,12 @@ class InProcess:
     def __init__(self, model, speculator):
         self.speculator = speculator
         options = SchedulerOptions(max_batch_size=8, max_total_tokens=MAX_TOTAL_TOKENS)
-        self.config = ServerConfig(ModelOptions(str(model)), scheduler=options, server=ListenOptions("127.0.0.1", 0))
+        self.config = ServerConfig(
+            ModelOptions(str(model)),
+            scheduler=options,
+            speculator=SpeculatorOptions(draft_length=DraftLengthRule.FIXED),
+            server=ListenOptions("127.0.0.1", 0),
+        )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specserve.server.config import AttentionBackendName, Device, DType, LogLevel
+from specserve.server.config import AttentionBackendName, Device, DraftLengthRule, DType, LogLevel
 from specserve.speculators.base import SpeculatorType
 
 _MODEL, _CACHE, _LIMITS, _SPECULATOR, _SERVER, _LOG = "Model", "KV cache", "Limits", "Speculator", "Server", "Log"
@@ -116,6 +116,15 @@ NumSpeculativeTokens = Annotated[
         "Most tokens to draft a step.",
         "all that the speculator can",
         min=1,
+    ),
+]
+
+DraftLengthFlag = Annotated[
+    DraftLengthRule,
+    _option(
+        _SPECULATOR,
+        "SPECSERVE_DRAFT_LENGTH",
+        "adaptive: as many tokens a step as pay, perhaps none, by measured times and acceptance; fixed: always all.",
     ),
 ]
 

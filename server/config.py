@@ -52,6 +52,13 @@ class AttentionBackendName(enum.StrEnum):
     FLASH = "flash"
 
 
+class DraftLengthRule(enum.StrEnum):
+    """How much is drafted in a step."""
+
+    ADAPTIVE = "adaptive"
+    FIXED = "fixed"
+
+
 class LogLevel(enum.StrEnum):
     """Least severe level that is logged."""
 
@@ -101,7 +108,8 @@ class SpeculatorOptions:
 
     type: SpeculatorType = SpeculatorType.NONE
     id: str | None = None
-    num_speculative_tokens: int | None = None  # None: as many as it can draft
+    num_speculative_tokens: int | None = None  # at most; None: as many as it can draft
+    draft_length: DraftLengthRule = DraftLengthRule.ADAPTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +246,7 @@ def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
         speculator_id = "demo"  # the one that comes with this package
     elif not speculator_id:
         raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
-    return SpeculatorOptions(kind, speculator_id, num_tokens)
+    return SpeculatorOptions(kind, speculator_id, num_tokens, flags["draft_length"])
 
 
 def _listen(flags: Mapping[str, Any]) -> ListenOptions:

@@ -10,7 +10,7 @@ from specserve.models.kv_cache import KVCache
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
 from specserve.server.chat import ChatTemplate
-from specserve.server.config import ConfigError, Device, DType, SchedulerOptions, ServerConfig
+from specserve.server.config import ConfigError, Device, DraftLengthRule, DType, SchedulerOptions, ServerConfig
 from specserve.server.engine.async_engine import AsyncEngine
 from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
@@ -21,6 +21,7 @@ from specserve.server.worker.memory import num_kv_blocks, warm_up
 from specserve.server.worker.model_runner import ModelRunner
 from specserve.speculators.base import Speculator
 from specserve.speculators.checkpoint import Base
+from specserve.speculators.draft_length import DraftLength
 from specserve.speculators.registry import demo_files, load_speculator, weight_files
 
 
@@ -145,7 +146,9 @@ def _engine(
         BlockManager(num_blocks, block_size, prefix_caching=config.cache.prefix_caching),
         max_batch_tokens=options.max_batch_tokens,
         max_batch_size=options.max_batch_size,
-        num_speculative_tokens=speculator.max_draft_tokens,
+        draft_length=DraftLength(
+            speculator.max_draft_tokens, adapts=config.speculator.draft_length is DraftLengthRule.ADAPTIVE
+        ),
     )
     return AsyncEngine(Engine(scheduler, runner), max_concurrent_requests=options.max_concurrent_requests)
 

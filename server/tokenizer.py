@@ -119,6 +119,27 @@ class Tokenizer:
         piece = self.backend.id_to_token(token_id) if token_id >= 0 else None
         return b"" if piece is None else self._piece_bytes(piece)
 
+    def ids_by_bytes(self) -> dict[bytes, int]:
+        """The token that stands for each byte string; special tokens and ids without an entry are left out.
+
+        Where several do (a literal and the byte that stands in for what has none), it is the one that `encode` gives.
+        """
+        ids: dict[bytes, list[int]] = {}
+        for token_id in range(min(self.vocab_size, self.size)):
+            text = self.token_bytes(token_id)
+            if text and token_id not in self.special_ids:
+                ids.setdefault(text, []).append(token_id)
+        return {text: self._emitted(text, some) if len(some) > 1 else some[0] for text, some in ids.items()}
+
+    def _emitted(self, text: bytes, candidates: list[int]) -> int:
+        """Which of the tokens with these bytes is the one that appears in encoded text."""
+        piece = text.decode(errors="replace")
+        for context in ("", "\n", "a"):  # some put a space before what stands first
+            found = [i for i in self.encode(context + piece, False, False) if i in candidates]
+            if found:
+                return found[-1]
+        return candidates[-1]
+
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         # A copy: the switch is state of the backend, and other threads may be encoding.

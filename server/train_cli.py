@@ -11,11 +11,13 @@ from specserve.server.config import (
     CacheOptions,
     ConfigError,
     Device,
+    DraftLengthRule,
     DType,
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
     ServerConfig,
+    SpeculatorOptions,
     hub_token,
     parse_kv_cache_memory,
     parse_size,
@@ -127,17 +129,20 @@ def train(
     seed: _Seed = 0,
 ) -> None:
     """Train a speculator for a model, on its own answers. On several GPUs: torchrun -m specserve.server train …"""
-    target = required({"model_id": model_id}, "model_id")
+    model_id = required({"model_id": model_id}, "model_id")
     if output is None:
         raise ConfigError("--output is not set; name a folder for the speculator")
     if kind is Kind.MEDUSA and inner_dim is not None:
         raise ConfigError(f"--inner-dim is {inner_dim}, but medusa has none; leave it out")
+    recipe: dict[str, Any] = {"num_epochs": num_epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    recipe |= {"soft_label_share": soft_label_share, "compute_dtype": compute_dtype.value, "seed": seed}
     config = _config(
         SpeculatorType(kind.value),
         ServerConfig(
-            ModelOptions(target, revision, dtype, device, offline=offline, hub_token=hub_token()),
+            ModelOptions(model_id, revision, dtype, device, offline=offline, hub_token=hub_token()),
             CacheOptions(parse_kv_cache_memory(kv_cache_memory)),
             SchedulerOptions(max_batch_size=max_batch_size),
+            SpeculatorOptions(draft_length=DraftLengthRule.FIXED),  # the recorder is to be asked in every step
             parallel=ParallelOptions(num_threads=num_threads),
         ),
         output=output,
@@ -150,15 +155,12 @@ def train(
         inner_dim=inner_dim,
         draft_vocab_size=draft_vocab_size,
         save_dtype=save_dtype.value,
-        recipe={
-            "num_epochs": num_epochs,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "soft_label_share": soft_label_share,
-            "compute_dtype": compute_dtype.value,
-            "seed": seed,
-        },
+        recipe=recipe,
     )
+    _run(config)
+
+
+def _run(config: "TrainConfig") -> None:
     from specserve.models.hub import ModelError
     from specserve.server.train import train as run
 

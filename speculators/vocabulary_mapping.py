@@ -1,5 +1,6 @@
 """Which tokens of a draft vocabulary are which of the target's."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,23 @@ class VocabularyMapping:
     def of_subset(cls, target_ids: torch.Tensor) -> "VocabularyMapping":
         """A draft vocabulary whose token i is target_ids[i]."""
         return cls(torch.arange(len(target_ids), device=target_ids.device), target_ids)
+
+    @classmethod
+    def of_bytes(
+        cls, target: Mapping[bytes, int], draft: Mapping[bytes, int], same: Iterable[tuple[int, int]] = ()
+    ) -> "VocabularyMapping":
+        """Tokens that stand for the same bytes, and pairs (target id, draft id) that are the same by their role.
+
+        Each id of either side is in one pair at most; pairs of `same` come first.
+        """
+        pairs = dict(same)
+        taken = set(pairs.values())
+        for text, target_id in target.items():
+            draft_id = draft.get(text)
+            if draft_id is not None and target_id not in pairs and draft_id not in taken:
+                pairs[target_id] = draft_id
+        ordered = torch.tensor(sorted(pairs.items()), dtype=torch.int64).reshape(-1, 2)
+        return cls(ordered[:, 1].contiguous(), ordered[:, 0].contiguous())
 
     def to_draft(self, token_ids: torch.Tensor, *, missing: int) -> torch.Tensor:
         """Target ids -> draft ids, `missing` for those that the draft vocabulary lacks; any shape."""

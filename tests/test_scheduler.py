@@ -10,6 +10,7 @@ from specserve.server.engine.engine import Engine
 from specserve.server.engine.errors import NonFiniteLogitsError, RequestTooLargeError
 from specserve.server.engine.scheduler import Scheduler
 from specserve.server.engine.sequence import FinishReason
+from specserve.speculators.draft_length import DraftLength
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def make_engine(table_executor):
             blocks,
             max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size,
-            num_speculative_tokens=drafts,
+            draft_length=DraftLength(drafts, adapts=False),
         )
         return Engine(scheduler, table_executor(num_blocks, block_size))
 
@@ -262,7 +263,7 @@ def test_random_arrivals_aborts_and_preemptions(data, table_executor, make_reque
         BlockManager(num_blocks, block_size, prefix_caching=data.draw(st.booleans())),
         max_batch_tokens=data.draw(st.integers(1, 20)),
         max_batch_size=data.draw(st.integers(1, 5)),
-        num_speculative_tokens=k,
+        draft_length=DraftLength(k, adapts=False),
     )
     engine = Engine(scheduler, table_executor(num_blocks, block_size))
     wrong = data.draw(st.integers(0, 3))

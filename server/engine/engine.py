@@ -1,5 +1,6 @@
 """One step of the server: schedule, execute on all ranks, take in the result."""
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +63,9 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return []
+        started = time.perf_counter()
         output = self.executor.execute(batch)
-        return self.scheduler.update(batch, output)
+        return self.scheduler.update(batch, output, time.perf_counter() - started)
 
     def stats(self) -> EngineStats:
         """A snapshot; reading it from another thread is safe."""

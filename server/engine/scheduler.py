@@ -7,6 +7,7 @@ the newest sequence that is not yet part of the step gives up its own and starts
 
 import time
 from collections import deque
+from dataclasses import replace
 
 from specserve.models.sampling.params import SampledToken
 from specserve.server.engine.block_manager import BlockManager
@@ -21,6 +22,7 @@ from specserve.server.engine.sequence import (
     TokenOutput,
 )
 from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
+from specserve.speculators.draft_length import DraftLength
 
 
 class Scheduler:
@@ -32,11 +34,12 @@ class Scheduler:
         *,
         max_batch_tokens: int,
         max_batch_size: int,
-        num_speculative_tokens: int = 0,
+        draft_length: DraftLength | None = None,
     ) -> None:
+        """draft_length: how much is drafted; None: nothing."""
         self.block_manager = block_manager
         self.max_batch_tokens = max_batch_tokens
-        self.num_speculative_tokens = num_speculative_tokens
+        self.draft_length = draft_length or DraftLength(0)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
@@ -98,12 +101,16 @@ class Scheduler:
         admissions = self._admit(rows, budget)
         if not rows:
             return None
+        self._choose_draft_lengths(rows)
         released, self._released = self._released, []
         return ScheduledBatch(released, admissions, rows)
 
-    def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceEvent]:
-        """Take in what a step computed; the events to send."""
+    def update(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> list[SequenceEvent]:
+        """Take in what a step computed in so many seconds; the events to send."""
         events = []
+        if all(row.samples and row.num_tokens == row.num_drafts + 1 for row in batch.rows):
+            num_tokens, rounds = sum(row.num_tokens for row in batch.rows), max(len(r.draft_ids) for r in output.rows)
+            self.draft_length.measure(num_tokens, len(batch.rows), rounds, seconds, output.draft_seconds)
         for seq, row, result in zip(self._scheduled, batch.rows, output.rows, strict=True):
             seq.num_computed_tokens = row.start + row.num_tokens - (row.num_drafts - result.num_accepted)
             seq.draft_ids = []
@@ -147,7 +154,7 @@ class Scheduler:
         start = seq.num_computed_tokens
         end = start + min(seq.num_uncomputed_tokens, budget)
         left = seq.request.max_new_tokens - seq.num_generated_tokens - 2  # this step's token, the next one's
-        cap = self.num_speculative_tokens
+        cap = self.draft_length.longest
         if seq.request.max_draft_tokens is not None:
             cap = min(cap, seq.request.max_draft_tokens)
         return ScheduledRow(
@@ -160,6 +167,14 @@ class Scheduler:
             prompt_logprobs=seq.wants_prompt_logprobs,
             max_draft_tokens=max(0, min(cap, left)),
         )
+
+    def _choose_draft_lengths(self, rows: list[ScheduledRow]) -> None:
+        """Up to here each row's max_draft_tokens is what it could use."""
+        indices = [index for index, row in enumerate(rows) if row.samples]
+        rates = [self._scheduled[index].acceptance_rate for index in indices]
+        lengths = self.draft_length.choose(rates, [rows[index].max_draft_tokens for index in indices])
+        for index, length in zip(indices, lengths, strict=True):
+            rows[index] = replace(rows[index], max_draft_tokens=length)
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> list[Admission]:
         """First come, first served: a request that doesn't fit yet holds back those behind it."""
@@ -234,6 +249,7 @@ class Scheduler:
         self.num_generated_tokens += len(tokens)
         for acceptance in (seq.acceptance, self.acceptance):
             acceptance.add(row.num_drafts, min(result.num_accepted, len(tokens)))
+        self.draft_length.observe(seq.acceptance_rate, row.num_drafts, result.num_accepted)
         self.block_manager.cache_computed(seq)
         summary = None
         if piece is not None and piece.finish_reason is not None:

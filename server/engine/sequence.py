@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specserve.models.sampling.params import SamplingParams
+from specserve.speculators.draft_length import AcceptanceRate
 
 
 class FinishReason(enum.Enum):
@@ -144,6 +145,7 @@ class Sequence:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance_rate: AcceptanceRate = field(default_factory=AcceptanceRate)
     num_cached_prompt_tokens: int = 0
     prompt_outputs: list[TokenOutput] = field(default_factory=list)
 

@@ -63,6 +63,7 @@ class RowOutput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The rows of one step."""
+    """The rows of one step, and how long drafting took in it."""
 
     rows: list[RowOutput]
+    draft_seconds: float = 0.0

@@ -1,5 +1,7 @@
 """Runs one step on this rank: load, model, logits, verify, propose, collect."""
 
+import time
+
 import torch
 
 from specserve.models.causal_lm import CausalLM
@@ -49,9 +51,9 @@ class ModelRunner:
         forward_batch.check()
         hidden = self.model(forward_batch, self._kv_cache)  # [N, E]
         outputs = [RowOutput() for _ in batch.rows]
-        self._decide(batch.rows, hidden[forward_batch.logits_indices], outputs)
+        draft_seconds = self._decide(batch.rows, hidden[forward_batch.logits_indices], outputs)
         self._score_prompts(batch.rows, hidden, outputs)
-        return StepOutput(outputs)
+        return StepOutput(outputs, draft_seconds)
 
     def _admit(self, admission: Admission) -> None:
         self._admitted[admission.row_slot] = admission
@@ -60,11 +62,14 @@ class ModelRunner:
             admission.row_slot, admission.sampling, admission.prompt_token_ids, admission.output_token_ids
         )
 
-    def _decide(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
-        """Verify the rows whose share reaches their end, with hidden [R, E] for their logits, and draft for them."""
+    def _decide(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> float:
+        """Verify the rows whose share reaches their end, with hidden [R, E] for their logits, and draft for them.
+
+        Gives the seconds that drafting took; the tokens before and behind it are on the host, so the device is idle.
+        """
         deciding = [(row, output) for row, output in zip(rows, outputs, strict=True) if row.samples]
         if not deciding:
-            return
+            return 0.0
         verify_rows = [self._verify_row(row) for row, _ in deciding]
         results = verify(self.model.compute_logits(hidden), self._sampler, verify_rows)
         first, drafting = 0, []
@@ -77,8 +82,11 @@ class ModelRunner:
             if row.max_draft_tokens and len(emitted) == len(verified.tokens):
                 drafting.append((row, output, verify_row, verified, first + verified.num_accepted))
             first += row.num_drafts + 1
-        if drafting:
-            self._propose(drafting, hidden)
+        if not drafting:
+            return 0.0
+        started = time.perf_counter()
+        self._propose(drafting, hidden)
+        return time.perf_counter() - started
 
     def _verify_row(self, row: ScheduledRow) -> VerifyRow:
         probs = self._draft_probs.pop(row.row_slot, None)
