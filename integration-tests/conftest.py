@@ -178,7 +178,7 @@ def tiny_address(request, tiny_model, plain_tiny_address) -> Iterator[str]:
         yield plain_tiny_address
         return
     folder = request.getfixturevalue({"mlp": "tiny_bigram", "medusa": "tiny_repeating"}[request.param])
-    flags = ("--speculator", request.param, "--speculator-id", str(folder))
+    flags = ("--speculator", request.param, "--speculator-id", str(folder), "--draft-length", "fixed")
     with running("--model-id", str(tiny_model), *flags, *TINY_LIMITS, *TINY_CACHE, *LOCAL) as (address, _):
         yield address
 

@@ -204,7 +204,7 @@ def test_nan_weights_fail_the_requests_that_meet_them_alone(drafts, start_server
     bad_id = 777
     tensors["model.embed_tokens.weight"][bad_id] = torch.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    flags = ("--speculator", "mlp", "--speculator-id", str(tiny_bigram)) if drafts else ()
+    flags = ("--speculator", "mlp", "--speculator-id", str(tiny_bigram), "--draft-length", "fixed") if drafts else ()
     server = start_server("--model-id", str(model), *flags, *LOCAL)
     with Client(server.wait_ready(), timeout_s=30) as client:
         options = {"max_new_tokens": 60, "ignore_eos": True}

@@ -86,10 +86,17 @@ def test_40_mixed_requests_of_the_demo_model_are_identical(demo, start_server, d
     jobs = mixed_requests(prompts, 40, 40)
     plain = [outside(answer) for answer in answer_all(demo, jobs, 8)]
     assert [outside(answer) for answer in answer_all(demo, jobs[:6], 1)] == plain[:6]
-    runs = [("mlp", "bigram", "4"), ("mlp", "bigram", "1"), ("mlp", "random", "2"), ("medusa", "repeating", "3")]
-    for kind, name, num_tokens in runs:
+    runs = [
+        ("mlp", "bigram", "4", "adaptive"),
+        ("mlp", "bigram", "1", "fixed"),
+        ("mlp", "random", "2", "fixed"),
+        ("medusa", "repeating", "3", "fixed"),
+    ]
+    for kind, name, num_tokens, rule in runs:
         flags = ("--speculator", kind, "--speculator-id", str(demo_speculators[name]))
-        server = start_server("--model-id", "demo", *flags, "--num-speculative-tokens", num_tokens, *LOCAL)
+        server = start_server(
+            "--model-id", "demo", *flags, "--num-speculative-tokens", num_tokens, "--draft-length", rule, *LOCAL
+        )
         with served(server) as client:
             answers = answer_all(client, jobs, 12)
             for job, answer, expected in zip(jobs, answers, plain, strict=True):
@@ -116,6 +123,7 @@ def test_the_demo_model_has_speculators_of_its_own(kind, least, demo, start_serv
 
 
 LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
+FIXED = ("--draft-length", "fixed")
 SMALL = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
 CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
 PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a"]
@@ -142,7 +150,7 @@ def test_drafts_of_any_quality_under_preemption_change_nothing(
     jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
     plain = [outside(answer) for answer in answer_all(plain_tiny, jobs, 8)]
     kind, path = tiny_speculators[name]
-    flags = ("--speculator", kind, "--speculator-id", str(path))
+    flags = ("--speculator", kind, "--speculator-id", str(path), *FIXED)
     server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL)
     with served(server) as client:
         for _ in range(2):
@@ -168,16 +176,28 @@ def test_ids_beyond_the_tokenizer_are_no_error(make_tiny_model, speculators, sta
         for n in range(40)
     ]
     answers = []
-    for flags in ((), ("--speculator", "mlp", "--speculator-id", str(path))):
+    for flags in ((), ("--speculator", "mlp", "--speculator-id", str(path), *FIXED)):
         with served(start_server("--model-id", str(model), *flags, *SMALL, *LOCAL)) as client:
             answers.append([outside(answer) for answer in answer_all(client, jobs, 8)])
     assert answers[0] == answers[1]
     assert any(token >= 49152 for ids, *_ in answers[0] for token in ids)
 
 
-def test_draft_length_is_capped_by_the_request(tiny_model, start_server, tiny_speculators):
+def test_drafts_that_are_never_right_are_given_up(tiny_model, start_server, tiny_speculators, plain_tiny):
+    """Nearly nothing is drafted in the end, and the answers are those without."""
     kind, path = tiny_speculators["random"]
     flags = ("--speculator", kind, "--speculator-id", str(path))
+    server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
+    options = {"max_new_tokens": 400, "ignore_eos": True}
+    with served(server) as client:
+        answers = [client.generate(prompt, **options) for prompt in PROMPTS[:3]]
+        assert [a.token_ids for a in answers] == [plain_tiny.generate(p, **options).token_ids for p in PROMPTS[:3]]
+        assert answers[-1].summary.drafted_tokens < 60
+
+
+def test_draft_length_is_capped_by_the_request(tiny_model, start_server, tiny_speculators):
+    kind, path = tiny_speculators["random"]
+    flags = ("--speculator", kind, "--speculator-id", str(path), *FIXED)
     server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
     options = {"max_new_tokens": 20, "ignore_eos": True}
     with served(server) as client:
