@@ -51,7 +51,9 @@ def run(client: Client, prompt: Any, options: dict[str, Any]) -> tuple[tuple[int
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--variants", default="mlp,medusa", help="kind or kind:draft length, separated by commas")
+    parser.add_argument(
+        "--variants", default="mlp,medusa", help="kind, or kind:fixed length; commas between"
+    )
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--mlp", default="demo")
     parser.add_argument("--medusa", default="demo")
@@ -61,7 +63,7 @@ def main() -> None:
     for name in arguments.variants.split(","):
         kind, _, length = name.partition(":")
         flags = ("--speculator", kind, "--speculator-id", getattr(arguments, kind))
-        variants[name] = (*flags, *(("--num-speculative-tokens", length) if length else ()))
+        variants[name] = (*flags, *(("--num-speculative-tokens", length, "--draft-length", "fixed") if length else ()))
     prompts = [[{"role": "user", "content": text}] for text in CHATS] + list(OPENINGS)
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
