@@ -51,9 +51,7 @@ def run(client: Client, prompt: Any, options: dict[str, Any]) -> tuple[tuple[int
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--variants", default="mlp,medusa", help="kind, or kind:fixed length; commas between"
-    )
+    parser.add_argument("--variants", default="mlp,medusa", help="kind, or kind:fixed length; commas between")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--mlp", default="demo")
     parser.add_argument("--medusa", default="demo")
