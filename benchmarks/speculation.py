@@ -1,4 +1,4 @@
-"""What speculators bring, measured: `python benchmarks/speculation.py [--variants mlp:1,mlp:2,medusa:1]`.
+"""What speculators bring, measured: `python benchmarks/speculation.py [--variants mlp,mlp:2]`.
 
 Demo model, float32, greedy, one stream, through gRPC: a server without a speculator and one for each kind, all in the
 same run, on chat prompts and on plain text openings that no speculator was trained on. Every answer must be that of
