@@ -116,7 +116,7 @@ def test_the_demo_model_has_speculators_of_its_own(kind, least, demo, start_serv
     prompts = [[{"role": "user", "content": f"What is {thing}?"}] for thing in ("a volcano", "jazz", "an atom", "tea")]
     jobs = [(prompt, {"max_new_tokens": 60, "seed": 1}) for prompt in prompts]
     plain = [outside(answer) for answer in answer_all(demo, jobs, 4)]
-    server = start_server("--model-id", "demo", "--speculator", kind, *LOCAL)
+    server = start_server("--model-id", "demo", "--speculator", kind, "--draft-length", "fixed", *LOCAL)
     with served(server) as client:
         assert [outside(answer) for answer in answer_all(client, jobs, 1)] == plain
         assert client.info().speculator.mean_acceptance_length > least
