@@ -143,6 +143,13 @@ class TargetRows:
     embedding: torch.Tensor
     head: torch.Tensor
 
+    def drafted(self, vocabulary: VocabularyMapping | None) -> "TargetRows":
+        """Embedding and head of the drafted tokens alone, [Vd, E]; all of them without a draft vocabulary."""
+        if vocabulary is None:
+            return self
+        ids = vocabulary.target_ids
+        return replace(self, embedding=self.embedding[ids], head=self.head[ids])
+
 
 def _target_rows(config: TrainConfig, source: PromptSource, rank: int, console: Console) -> TargetRows:
     """Load the target, generate on rank 0 what is missing, and let it go again."""
@@ -204,10 +211,10 @@ def _train(config: TrainConfig, dataset: Dataset, rows: TargetRows, rank: int, c
         target_ids, share = dataset.frequent_tokens(config.draft_vocab_size)
         vocabulary = VocabularyMapping.of_subset(torch.tensor(target_ids))
         console.print(f"draft vocabulary: {len(target_ids):,} tokens, {share:.2%} of the generated ones")
-    model = _speculator(config, rows, vocabulary)
+    drafted = rows.drafted(vocabulary)
+    model = _speculator(config, drafted, has_unknown=vocabulary is not None)
     device = torch.device("cuda", torch.cuda.current_device()) if _is_cuda(config) else torch.device("cpu")
-    head = rows.head if vocabulary is None else rows.head[vocabulary.target_ids]
-    trainer = Trainer(model.to(device), dataset, vocabulary, head, config.training, config.output, device)
+    trainer = Trainer(model.to(device), dataset, vocabulary, drafted.head, config.training, config.output, device)
     console.print(f"training on {len(dataset.train_indices):,} tokens, {trainer.num_steps:,} steps, on {device}")
     with _progress(console) as progress:
         task = progress.add_task("training", total=trainer.num_steps, note="")
@@ -219,21 +226,22 @@ def _train(config: TrainConfig, dataset: Dataset, rows: TargetRows, rank: int, c
         _save(config, model, vocabulary, trainer.evaluations, console)
 
 
-def _speculator(config: TrainConfig, rows: TargetRows, vocabulary: VocabularyMapping | None) -> TrainableSpeculator:
-    ids = torch.arange(rows.vocab_size) if vocabulary is None else vocabulary.target_ids
+def _speculator(config: TrainConfig, drafted: TargetRows, *, has_unknown: bool) -> TrainableSpeculator:
     model: TrainableSpeculator
     if config.kind is SpeculatorType.MLP:
         model = TrainableMLP(
-            hidden_size=rows.hidden_size,
-            vocab_size=rows.vocab_size,
-            num_drafted=len(ids),
-            inner_dim=config.inner_dim or rows.hidden_size,
+            hidden_size=drafted.hidden_size,
+            vocab_size=drafted.vocab_size,
+            num_drafted=len(drafted.head),
+            inner_dim=config.inner_dim or drafted.hidden_size,
             num_heads=config.num_heads,
-            has_unknown=vocabulary is not None,
+            has_unknown=has_unknown,
         )
     else:
-        model = TrainableMedusa(hidden_size=rows.hidden_size, num_drafted=len(ids), num_heads=config.num_heads)
-    model.start_from(rows.embedding[ids], rows.head[ids])
+        model = TrainableMedusa(
+            hidden_size=drafted.hidden_size, num_drafted=len(drafted.head), num_heads=config.num_heads
+        )
+    model.start_from(drafted.embedding, drafted.head)
     return model
 
 
