@@ -139,6 +139,29 @@ def test_answers_that_end_with_their_first_token(tiny, make_tiny_model, tmp_path
     assert sum(record["num_states"] for record in records) > 40
 
 
+def test_turns_that_the_model_writes_begin_in_many_ways(plain_tiny, tiny_model, tmp_path):
+    """Each is a first token of a flattened law and what the model goes on with, as generate would give it."""
+    config = ServerConfig(
+        ModelOptions(str(tiny_model)), scheduler=SchedulerOptions(max_batch_size=4, max_total_tokens=512)
+    )
+    recorder = HiddenRecorder()
+    serving = build(config, recorder)
+    source = PromptSource.read(None)
+    distillation = SelfDistillation(serving, serving.engine.engine, recorder, source, seed=5, length=16)
+    writer = DatasetWriter(tmp_path / "data", {"hidden_size": 32})
+    distillation.run(writer, 300, lambda done: None)
+    writer.close()
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "data" / "records.jsonl").read_text().splitlines()]
+    header = serving.tokenizer.encode(serving.chat_template.user_header(), add_special_tokens=False)
+    expected = []
+    for seed in range(5, 5 + len(prompts)):
+        first = plain_tiny.generate(header, max_new_tokens=1, temperature=2.0, top_k=200, seed=seed).token_ids
+        rest = plain_tiny.generate([*header, *first], max_new_tokens=96, temperature=0.8, seed=seed).token_ids
+        turn = serving.tokenizer.decode([*first, *rest]).strip()
+        expected.append(serving.chat_template.render([{"role": "user", "content": turn}]))
+    assert prompts == expected and len(set(prompts)) > 10
+
+
 def test_a_run_continues_after_a_kill_as_if_there_had_been_none(tiny_model, prompt_file, tmp_path):
     """Killed while it generates and again while it trains; the same data and weights in the end."""
     flags = ("--prompts", prompt_file, *SMALL, *RECIPE, "--num-epochs", "20")

@@ -14,14 +14,16 @@ import torch
 from specserve.models.hub import ModelError
 from specserve.models.sampling.params import SamplingParams
 from specserve.server.engine.engine import Engine
-from specserve.server.engine.sequence import Request, SequenceEvent
+from specserve.server.engine.sequence import FinishReason, Request, SequenceEvent
 from specserve.server.serving import Serving
 from specserve.server.stopping import StoppingParams, StopTextStream
 from specserve.speculators.training.dataset import DatasetWriter, Record
 from specserve.speculators.training.recorder import HiddenRecorder
 
 TURN_TOKENS = 96  # of a user turn that the model writes itself
-TURN_TEMPERATURE = 0.9
+# Its first token is drawn from a flattened law: left to itself, a model begins most of its turns with a few words.
+FIRST_TEMPERATURE, FIRST_TOP_K = 2.0, 200
+TURN_TEMPERATURE = 0.8
 ANSWER_TEMPERATURE = 0.8  # of every second answer; the others are greedy
 
 
@@ -110,7 +112,6 @@ class SelfDistillation:
             for event in self._engine.step():
                 work = running[event.request_id]
                 work.token_ids += [token.token_id for token in event.tokens]
-                work.text += event.text
                 if event.is_terminal:
                     self._finish(running, event, done)
             while writer.num_records in done:
@@ -124,10 +125,8 @@ class SelfDistillation:
 
     def _begin(self, running: "dict[int, _Work]", index: int) -> None:
         if self._source.file is None:
-            request = self._request(
-                self._header, SamplingParams(temperature=TURN_TEMPERATURE, seed=self._seed + index), TURN_TOKENS
-            )
-            running[self._engine.add(request)] = _Work(index, None)
+            header = self._encode(self._header, TURN_TOKENS)
+            self._add(running, _Work(index, None), header, _first_token(self._seed + index), 1)
         else:
             self._begin_answer(running, index, self._source.prompts[index])
 
@@ -140,12 +139,22 @@ class SelfDistillation:
             raise ModelError(f"--prompts {self._source.file}: prompt {index + 1}: {error}") from error
         temperature = ANSWER_TEMPERATURE if index % 2 else 0.0
         sampling = SamplingParams(temperature=temperature, seed=self._seed + index)
-        running[self._engine.add(self._request(text, sampling, self._length))] = _Work(index, text)
+        self._add(running, _Work(index, text), self._encode(text, self._length), sampling, self._length)
 
-    def _request(self, text: str, sampling: SamplingParams, length: int) -> Request:
-        tokenizer = self._serving.tokenizer
+    def _continue_turn(self, running: "dict[int, _Work]", work: "_Work") -> None:
+        prompt = [*self._encode(self._header, TURN_TOKENS), *work.turn]
+        sampling = SamplingParams(temperature=TURN_TEMPERATURE, seed=self._seed + work.index)
+        self._add(running, work, prompt, sampling, TURN_TOKENS)
+
+    def _encode(self, text: str, length: int) -> list[int]:
+        """The end of a text that leaves room for an answer of `length` tokens."""
         is_chat = self._serving.chat_template.exists
-        prompt = tokenizer.encode(text, add_special_tokens=not is_chat)[-(self._most - length) :]
+        token_ids = self._serving.tokenizer.encode(text, add_special_tokens=not is_chat)
+        return token_ids[-(self._most - length) :]
+
+    def _add(
+        self, running: "dict[int, _Work]", work: "_Work", prompt: list[int], sampling: SamplingParams, length: int
+    ) -> None:
         stopping = StoppingParams(
             max_new_tokens=length,
             min_new_tokens=0,
@@ -153,7 +162,8 @@ class SelfDistillation:
             stop_token_ids=frozenset(),
             eos_token_ids=frozenset(self._serving.description.eos_token_ids),
         )
-        return Request(prompt, sampling, StopTextStream(tokenizer, stopping), length)
+        text = StopTextStream(self._serving.tokenizer, stopping)
+        running[self._engine.add(Request(prompt, sampling, text, length))] = work
 
     def _finish(
         self, running: "dict[int, _Work]", event: SequenceEvent, done: dict[int, tuple[Record, torch.Tensor]]
@@ -163,10 +173,15 @@ class SelfDistillation:
             raise ModelError(f"prompt {work.index + 1} failed: {event.error}") from event.error
         recorded, states = self._recorder.take(event.request_id)
         assert recorded == work.token_ids[: len(recorded)], "states belong to the tokens of another request"
-        if work.prompt is None:
-            self._begin_answer(running, work.index, work.text.strip() or "Hello")
-        else:
+        if work.prompt is not None:
             done[work.index] = Record(work.index, work.prompt, work.token_ids, len(recorded)), states
+            return
+        is_first, work.turn, work.token_ids = not work.turn, work.turn + work.token_ids, []
+        if is_first and event.summary is not None and event.summary.finish_reason is FinishReason.LENGTH:
+            self._continue_turn(running, work)
+        else:
+            text = self._serving.tokenizer.decode(work.turn, skip_special_tokens=True)
+            self._begin_answer(running, work.index, text.strip() or "Hello")
 
 
 class _Work:
@@ -175,7 +190,11 @@ class _Work:
     def __init__(self, index: int, prompt: str | None) -> None:
         self.index, self.prompt = index, prompt
         self.token_ids: list[int] = []
-        self.text = ""
+        self.turn: list[int] = []
+
+
+def _first_token(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=FIRST_TEMPERATURE, top_k=FIRST_TOP_K, seed=seed)
 
 
 def meta_of(serving: Serving, hidden_size: int, source: PromptSource, *, seed: int, length: int) -> dict[str, Any]:
@@ -186,6 +205,7 @@ def meta_of(serving: Serving, hidden_size: int, source: PromptSource, *, seed: i
         "dtype": serving.description.dtype,
         "hidden_size": hidden_size,
         "prompts": None if source.file is None else str(source.file),
+        "turns": [FIRST_TEMPERATURE, FIRST_TOP_K, TURN_TEMPERATURE, TURN_TOKENS] if source.file is None else None,
         "seed": seed,
         "length": length,
     }

@@ -85,6 +85,23 @@ def write_records(folder, count, start=0, length=6):
     writer.close()
 
 
+@pytest.mark.parametrize(("num_drafted", "inner_dim"), [(6, 20), (40, 10), (40, 30)])
+def test_an_mlp_starts_from_the_principal_directions_of_the_target(num_drafted, inner_dim):
+    """Also with fewer drafted tokens than dimensions: what lies between the rows is kept, to a common factor."""
+    model = TrainableMLP(
+        hidden_size=E, vocab_size=V, num_drafted=num_drafted, inner_dim=inner_dim, num_heads=2, has_unknown=True
+    )
+    embedding, head = torch.randn(num_drafted, E), torch.randn(num_drafted, E)
+    model.start_from(embedding, head)
+    for parameter, rows in ((model.embedding[:num_drafted], embedding), (model.head, head)):
+        centred = rows - rows.mean(dim=0)
+        values, vectors = torch.linalg.eigh(centred @ centred.T)
+        size = min(inner_dim, E, num_drafted)
+        gram = vectors[:, -size:] * values[-size:] @ vectors[:, -size:].T
+        started = parameter[:, :size] @ parameter[:, :size].T
+        torch.testing.assert_close(started / started.trace(), gram / gram.trace(), atol=1e-5, rtol=1e-4)
+
+
 def test_examples_of_a_dataset(tmp_path):
     write_records(tmp_path, 80)
     dataset = Dataset(tmp_path, 3)

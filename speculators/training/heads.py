@@ -72,7 +72,7 @@ class TrainableMLP(TrainableSpeculator):
     def start_from(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
         """Begin with the target's embedding and head of the drafted tokens [Vd, E], in their principal directions."""
         for parameter, rows in ((self.embedding, embedding), (self.head, head)):
-            size = min(self.inner_dim, rows.shape[1])
+            size = min(self.inner_dim, *rows.shape)
             _, _, directions = torch.linalg.svd(rows - rows.mean(dim=0), full_matrices=False)
             projected = (rows - rows.mean(dim=0)) @ directions[:size].T
             rms = projected.square().mean().sqrt()
