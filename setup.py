@@ -18,7 +18,7 @@ setup(
         Extension(
             "specserve.models.cpu_kernels._kernels",
             sources=[f"models/cpu_kernels/{name}.c" for name in ("kernels", "linear", "sampling", "tape")],
-            depends=["models/cpu_kernels/common.h", "models/cpu_kernels/linear_tile.h"],
+            depends=[f"models/cpu_kernels/{name}.h" for name in ("common", "linear_levels", "linear_tile")],
             extra_compile_args=[
                 *("-O3", "-std=c11", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
             ],

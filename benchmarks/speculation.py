@@ -1,7 +1,8 @@
 """What speculators bring, measured: `python benchmarks/speculation.py [--variants mlp,mlp:2]`.
 
 Demo model, float32, greedy, one stream, through gRPC: a server without a speculator and one for each kind, all in the
-same run, on chat prompts and on plain text openings that no speculator was trained on. Every answer must be that of
+same run, on prompts that no speculator was trained on: chats and plain text openings by hand, and held-out ones of the
+kind that the demo's MLP was trained on (the first eight of its data with long answers). Every answer must be that of
 the plain server. Ratios of tokens/s are medians over the rounds. Writes build/speculation.json.
 """
 
@@ -34,6 +35,7 @@ OPENINGS = [
     "def fibonacci(n):\n    ",
     "Once upon a time, in a small village by the river,",
 ]
+HELD_OUT = json.loads((Path(__file__).parent / "held_out_prompts.json").read_text("utf-8"))
 OUTPUT = Path("build") / "speculation.json"
 
 
@@ -62,7 +64,9 @@ def main() -> None:
         kind, _, length = name.partition(":")
         flags = ("--speculator", kind, "--speculator-id", getattr(arguments, kind))
         variants[name] = (*flags, *(("--num-speculative-tokens", length, "--draft-length", "fixed") if length else ()))
-    prompts = [[{"role": "user", "content": text}] for text in CHATS] + list(OPENINGS)
+    prompts = [[{"role": "user", "content": text}] for text in CHATS + HELD_OUT] + list(OPENINGS)
+    places = {"chats": range(len(CHATS)), "held out": range(len(CHATS), len(CHATS + HELD_OUT))}
+    places["openings"] = range(len(CHATS + HELD_OUT), len(prompts))
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         clients = {
@@ -89,10 +93,10 @@ def main() -> None:
                 "acceptance": [count / drafts for count in info.accepted_per_position],
                 "length": info.mean_acceptance_length or 1.0,
                 "ratios": ratios(speeds[name][1:], speeds["none"][1:], range(len(prompts))),
-                "chat": statistics.median(ratios(speeds[name][1:], speeds["none"][1:], range(len(CHATS)))),
-                "openings": statistics.median(
-                    ratios(speeds[name][1:], speeds["none"][1:], range(len(CHATS), len(prompts)))
-                ),
+                **{
+                    kind: statistics.median(ratios(speeds[name][1:], speeds["none"][1:], where))
+                    for kind, where in places.items()
+                },
                 "worst": min(
                     statistics.median(s[i] / p[i] for s, p in zip(speeds[name][1:], speeds["none"][1:], strict=True))
                     for i in range(len(prompts))
@@ -114,11 +118,14 @@ def report(results: dict[str, Any]) -> None:
     """Write the JSON and print the table."""
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
-    table = Table("speculator", "tokens/s", "over none", "chats", "openings", "worst prompt", "length", "acceptance")
+    table = Table(
+        "speculator", "tokens/s", "over none", "chats", "held out", "openings", "worst", "length", "acceptance"
+    )
     for name, result in results.items():
         acceptance = " ".join(f"{value:.2f}" for value in result["acceptance"])
-        numbers = (result["tokens/s"], statistics.median(result["ratios"]), result["chat"], result["openings"])
-        table.add_row(name, *(f"{n:.2f}" for n in (*numbers, result["worst"], result["length"])), acceptance)
+        kinds = (result[kind] for kind in ("chats", "held out", "openings"))
+        numbers = (result["tokens/s"], statistics.median(result["ratios"]), *kinds, result["worst"], result["length"])
+        table.add_row(name, *(f"{n:.2f}" for n in numbers), acceptance)
     Console().print(table)
 
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.config import load_config
 from specserve.models.hub import resolve_model
+from specserve.models.tokenizer import load_tokenizer
 from specserve.router_client.client import Client
-from specserve.server.tokenizer import load_tokenizer
 
 READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
 START_SECONDS = 120

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from specserve.models.config import load_config
 from specserve.models.hub import resolve_model
+from specserve.models.tokenizer import load_tokenizer
 from specserve.server.chat import ChatTemplate
-from specserve.server.tokenizer import load_tokenizer
 
 NUM_TOKENS = 100
 CHATS = [

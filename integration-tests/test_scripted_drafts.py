@@ -21,7 +21,7 @@ from specserve.server.config import (
     SpeculatorOptions,
 )
 from specserve.server.grpc_server import GrpcServer
-from specserve.speculators.base import Draft, NoSpeculator
+from specserve.speculators.base import Draft, NoSpeculator, Speculator
 
 K = 4
 PROMPTS = ["A robot may not injure", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a", "The end"]
@@ -30,7 +30,7 @@ LONG = {"max_new_tokens": LENGTH, "ignore_eos": True}
 MAX_TOTAL_TOKENS = 96
 
 
-class Scripted:
+class Scripted(Speculator):
     """Drafts a known answer: right in as many places as the script says, wrong in the one after."""
 
     num_parameters = 0

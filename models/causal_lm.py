@@ -28,6 +28,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.dtype = reader.dtype  # of states and KV cache, and of weights unless they are quantized
         self.attention = attention
         kv_heads = Projection("k_proj", config.num_kv_heads, config.head_dim, replicates=True)
         _, self.num_kv_heads = shard_units(kv_heads, parallel)
@@ -66,6 +67,12 @@ class CausalLM(nn.Module):
         if self.replays is None or not self.replays.takes(batch):
             return self.decode(embedded, rotaries, batch, kv_cache)
         return self.replays.decode(embedded, rotaries, batch, kv_cache)
+
+    def quantize(self) -> None:
+        """Keep int8 weights from now on; before the first forward."""
+        for module in self.modules():
+            if isinstance(module, Matrix):
+                module.quantize()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32."""

@@ -315,23 +315,32 @@ class SpeculationParameters(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    USD_METHOD_FIELD_NUMBER: _builtins.int
     max_draft_tokens: _builtins.int
     """At most so many draft tokens a step; 0 turns speculation off for this request. It is only a cap: more than
     the server drafts, or any value where it has no speculator, changes nothing.
     Unset: as the server is configured.
     """
+    usd_method: _builtins.str
+    """"tli" or "slem", where the speculator is "usd"; INVALID_ARGUMENT where it isn't. Unset: as the server is configured."""
     def __init__(
         self,
         *,
         max_draft_tokens: _builtins.int | None = ...,
+        usd_method: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_usd_method", b"_usd_method", "max_draft_tokens", b"max_draft_tokens", "usd_method", b"usd_method"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_usd_method", b"_usd_method", "max_draft_tokens", b"max_draft_tokens", "usd_method", b"usd_method"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__usd_method: _TypeAlias = _typing.Literal["usd_method"]  # noqa: Y015
+    _WhichOneofArgType__usd_method: _TypeAlias = _typing.Literal["_usd_method", b"_usd_method"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__usd_method) -> _WhichOneofReturnType__usd_method | None: ...
 
 Global___SpeculationParameters: _TypeAlias = SpeculationParameters  # noqa: Y015
 
@@ -755,6 +764,7 @@ class SpeculatorInfo(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
+    USD_METHOD_FIELD_NUMBER: _builtins.int
     type: _builtins.str
     """"none", "medusa", "mlp" or "usd"."""
     id: _builtins.str
@@ -766,6 +776,8 @@ class SpeculatorInfo(_message.Message):
     num_drafts: _builtins.int
     """These as in GenerationSummary, over all requests since the start."""
     mean_acceptance_length: _builtins.float
+    usd_method: _builtins.str
+    """"tli" or "slem", for requests that leave it open; empty unless the type is "usd"."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -780,10 +792,11 @@ class SpeculatorInfo(_message.Message):
         num_drafts: _builtins.int = ...,
         accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         mean_acceptance_length: _builtins.float | None = ...,
+        usd_method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "mean_acceptance_length", b"mean_acceptance_length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "id", b"id", "mean_acceptance_length", b"mean_acceptance_length", "num_drafts", b"num_drafts", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "id", b"id", "mean_acceptance_length", b"mean_acceptance_length", "num_drafts", b"num_drafts", "num_parameters", b"num_parameters", "num_speculative_tokens", b"num_speculative_tokens", "type", b"type", "usd_method", b"usd_method"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mean_acceptance_length: _TypeAlias = _typing.Literal["mean_acceptance_length"]  # noqa: Y015
     _WhichOneofArgType__mean_acceptance_length: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length"]  # noqa: Y015

@@ -82,6 +82,7 @@ def generate(
     prompt_details: opt.PromptDetails = None,
     skip_special_tokens: opt.SkipSpecialTokens = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
+    usd_method: opt.UsdMethod = None,
     truncate: opt.Truncate = None,
 ) -> None:
     """Stream the answer to a prompt to stdout; how fast it came goes to stderr."""
@@ -188,6 +189,7 @@ def bench(
     frequency_penalty: opt.FrequencyPenalty = None,
     presence_penalty: opt.PresencePenalty = None,
     max_draft_tokens: opt.MaxDraftTokens = None,
+    usd_method: opt.UsdMethod = None,
 ) -> None:
     """Put load on a server and report latencies and throughput; exits 1 if all requests fail."""
     with _one_line_errors():

@@ -56,6 +56,7 @@ TopNTokens = Annotated[int | None, _option("As many likeliest tokens beside each
 PromptDetails = Annotated[bool | None, _option("The prompt's tokens (with --json).", _ANSWER, "--prompt-details")]
 SkipSpecialTokens = Annotated[bool | None, _option("Leave special tokens out of the text. Default: yes.", _ANSWER)]
 MaxDraftTokens = Annotated[int | None, _option("Most draft tokens a step; 0: no speculation.", _ANSWER)]
+UsdMethod = Annotated[str | None, _option("tli or slem, with a usd speculator.", _ANSWER, "--usd-method")]
 Truncate = Annotated[int | None, _option("Keep only the last so many prompt tokens.", _ANSWER)]
 
 

@@ -107,6 +107,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
     "prompt_details": ("response", _flag),
     "skip_special_tokens": ("response", _flag),
     "max_draft_tokens": ("speculation", _uint32),
+    "usd_method": ("speculation", _text),
     "truncate": ("", _uint32),
 }
 

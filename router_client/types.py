@@ -35,6 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_details: bool | None
     skip_special_tokens: bool | None
     max_draft_tokens: int | None
+    usd_method: str | None
     truncate: int | None
 
 
@@ -150,6 +151,7 @@ class SpeculatorInfo:
     num_drafts: int
     accepted_per_position: tuple[int, ...]
     mean_acceptance_length: float | None
+    usd_method: str
 
 
 @dataclass(frozen=True, slots=True)

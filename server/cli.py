@@ -21,11 +21,12 @@ from specserve.server.config import (
     DType,
     LogLevel,
     ServerConfig,
+    SpeculatorDType,
     hub_token,
     resolve,
 )
 from specserve.server.version import package_version
-from specserve.speculators.base import SpeculatorType
+from specserve.speculators.base import SpeculatorType, UsdMethod
 
 if TYPE_CHECKING:
     from specserve.server.serving import Serving
@@ -78,6 +79,8 @@ def serve(
     speculator_id: opt.SpeculatorId = None,
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
     draft_length: opt.DraftLengthFlag = DraftLengthRule.ADAPTIVE,
+    speculator_dtype: opt.SpeculatorDTypeFlag = SpeculatorDType.AUTO,
+    usd_method: opt.UsdMethodFlag = UsdMethod.AUTO,
     hostname: opt.Hostname = None,
     port: opt.Port = None,
     unix_socket: opt.UnixSocket = None,
@@ -153,7 +156,8 @@ def _announcer(config: ServerConfig) -> Callable[[str, "Serving"], None]:
             line = f"specserve is ready at {address}: model {model_id}, {num_kv_tokens} KV tokens"
             if speculator.num_speculative_tokens:
                 size = f"{speculator.num_parameters / 1e6:.1f}M parameters"
-                line += f", speculator {speculator.type} {speculator.id} ({size})"
+                kind = " ".join(filter(None, (speculator.type, speculator.usd_method)))
+                line += f", speculator {kind} {speculator.id} ({size})"
                 line += f" drafting {speculator.num_speculative_tokens} tokens"
             _print_line(line)
 

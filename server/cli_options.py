@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specserve.server.config import AttentionBackendName, Device, DraftLengthRule, DType, LogLevel
-from specserve.speculators.base import SpeculatorType
+from specserve.server.config import AttentionBackendName, Device, DraftLengthRule, DType, LogLevel, SpeculatorDType
+from specserve.speculators.base import SpeculatorType, UsdMethod
 
 _MODEL, _CACHE, _LIMITS, _SPECULATOR, _SERVER, _LOG = "Model", "KV cache", "Limits", "Speculator", "Server", "Log"
 _HOSTNAME_HELP = (
@@ -102,10 +102,15 @@ MaxConcurrentRequests = Annotated[
 MaxStopSequences = Annotated[int, _option(_LIMITS, "MAX_STOP_SEQUENCES", "Most stop strings of a request.", min=0)]
 MaxTopNTokens = Annotated[int, _option(_LIMITS, "MAX_TOP_N_TOKENS", "Largest top_n_tokens of a request.", min=0)]
 
-Speculator = Annotated[SpeculatorType, _option(_SPECULATOR, "SPECULATOR", "What drafts tokens; usd is not built yet.")]
+Speculator = Annotated[SpeculatorType, _option(_SPECULATOR, "SPECULATOR", "What drafts tokens.")]
 SpeculatorId = Annotated[
     str | None,
-    _option(_SPECULATOR, "SPECULATOR_ID", "Hub id or directory of the speculator, or 'demo'.", show_default=False),
+    _option(
+        _SPECULATOR,
+        "SPECULATOR_ID",
+        "Hub id or directory of the speculator, or 'demo'; for usd any model that --model-id would take.",
+        show_default=False,
+    ),
 ]
 
 NumSpeculativeTokens = Annotated[
@@ -125,6 +130,26 @@ DraftLengthFlag = Annotated[
         _SPECULATOR,
         "SPECSERVE_DRAFT_LENGTH",
         "adaptive: as many tokens a step as pay, perhaps none, by measured times and acceptance; fixed: always all.",
+    ),
+]
+
+SpeculatorDTypeFlag = Annotated[
+    SpeculatorDType,
+    _option(
+        _SPECULATOR,
+        "SPECSERVE_SPECULATOR_DTYPE",
+        "Weights of the draft model of usd; auto is int8 on CPUs and --dtype on GPUs.",
+        "--speculator-dtype",
+    ),
+]
+UsdMethodFlag = Annotated[
+    UsdMethod,
+    _option(
+        _SPECULATOR,
+        "SPECSERVE_USD_METHOD",
+        "tli: usd drafts tokens that both vocabularies have; slem: text, matched as a string; auto: tli if enough "
+        "tokens are shared. A request can choose for itself.",
+        "--usd-method",
     ),
 ]
 

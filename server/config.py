@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specserve.speculators.base import SpeculatorType
+from specserve.speculators.base import SpeculatorType, UsdMethod
 
 DEFAULT_HOSTNAME = "0.0.0.0"
 DEFAULT_PORT = 3000
@@ -57,6 +57,16 @@ class DraftLengthRule(enum.StrEnum):
 
     ADAPTIVE = "adaptive"
     FIXED = "fixed"
+
+
+class SpeculatorDType(enum.StrEnum):
+    """Number format of a draft model's weights; int8 computes in the format of the target."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
 
 
 class LogLevel(enum.StrEnum):
@@ -110,6 +120,8 @@ class SpeculatorOptions:
     id: str | None = None
     num_speculative_tokens: int | None = None  # at most; None: as many as it can draft
     draft_length: DraftLengthRule = DraftLengthRule.ADAPTIVE
+    dtype: SpeculatorDType = SpeculatorDType.AUTO  # of usd, as what follows
+    usd_method: UsdMethod = UsdMethod.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +248,19 @@ def parse_kv_cache_memory(text: str | None) -> int | None:
 def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
     kind, speculator_id = flags["speculator"], flags["speculator_id"]
     num_tokens = flags["num_speculative_tokens"]
-    if kind is SpeculatorType.USD:
-        raise ConfigError(f"--speculator is {kind}; it is not built yet, choose none, medusa or mlp")
+    dtype, method = flags["speculator_dtype"], flags["usd_method"]
+    for flag, value in (("--speculator-dtype", dtype), ("--usd-method", method)):
+        if kind is not SpeculatorType.USD and value != "auto":
+            raise ConfigError(f"{flag} is {value}, but --speculator is {kind}; it is for usd only, leave it out")
     if kind is SpeculatorType.NONE:
         for flag, value in (("--speculator-id", speculator_id), ("--num-speculative-tokens", num_tokens)):
             if value is not None:
                 raise ConfigError(f"{flag} is {value!r}, but --speculator is none; leave it out")
-    elif not speculator_id and flags["model_id"] == "demo":
+    elif not speculator_id and flags["model_id"] == "demo" and kind is not SpeculatorType.USD:
         speculator_id = "demo"  # the one that comes with this package
     elif not speculator_id:
         raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
-    return SpeculatorOptions(kind, speculator_id, num_tokens, flags["draft_length"])
+    return SpeculatorOptions(kind, speculator_id, num_tokens, flags["draft_length"], dtype, method)
 
 
 def _listen(flags: Mapping[str, Any]) -> ListenOptions:

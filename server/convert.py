@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from specserve.models.sampling.params import SamplingParams
+from specserve.models.tokenizer import Tokenizer
 from specserve.proto import specserve_pb2 as pb
 from specserve.server.engine.sequence import Request
 from specserve.server.errors import InvalidRequestError, UnsupportedError
 from specserve.server.serving import ChatRenderer, ModelDescription
 from specserve.server.stopping import StoppingParams, StopTextStream
-from specserve.server.tokenizer import Tokenizer
+from specserve.speculators.base import SpeculatorType, UsdMethod
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_STOP_BYTES = 16384
@@ -126,6 +127,7 @@ class RequestConverter:
             max_new_tokens=max_new_tokens,
             prompt_details=options.prompt_details,
             max_draft_tokens=_set_fields(message.speculation, ["max_draft_tokens"]).get("max_draft_tokens"),
+            usd_method=self._usd_method(message.speculation),
         )
 
     def prompt(self, message: pb.GenerateRequest | pb.TokenizeRequest, *, enforce_limit: bool) -> list[int]:
@@ -186,6 +188,18 @@ class RequestConverter:
             raise UnsupportedError("grammar is set; this server can't constrain its answers yet; leave it unset")
         if message.adapter_id:
             raise UnsupportedError(f"adapter_id is {message.adapter_id!r}; this server has no adapters; leave it empty")
+
+    def _usd_method(self, message: pb.SpeculationParameters) -> UsdMethod | None:
+        if not message.HasField("usd_method"):
+            return None
+        kind, value = self.description.speculator.type, message.usd_method
+        if kind != SpeculatorType.USD:
+            raise InvalidRequestError(
+                f"speculation.usd_method is {value!r}, but the speculator of this server is {kind}; leave it unset"
+            )
+        if value not in (UsdMethod.TLI, UsdMethod.SLEM):
+            raise InvalidRequestError(f"speculation.usd_method is {value!r}; it must be tli or slem")
+        return UsdMethod(value)
 
     def _sampling(self, message: pb.SamplingParameters) -> dict[str, Any]:
         """The fields of SamplingParams that come from SamplingParameters alone."""

@@ -2,7 +2,7 @@
 
 import codecs
 
-from specserve.server.tokenizer import Tokenizer
+from specserve.models.tokenizer import Tokenizer
 
 
 class Detokenizer:

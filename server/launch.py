@@ -3,26 +3,35 @@
 import torch
 
 from specserve.models.attention.registry import attention_backend
+from specserve.models.block_manager import BlockManager
 from specserve.models.causal_lm import CausalLM
 from specserve.models.config import ModelConfig, load_config
 from specserve.models.hub import DEMO, ModelError, ModelFiles, resolve_model
 from specserve.models.kv_cache import KVCache
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.chat import ChatTemplate
-from specserve.server.config import ConfigError, Device, DraftLengthRule, DType, SchedulerOptions, ServerConfig
+from specserve.server.config import (
+    ConfigError,
+    Device,
+    DraftLengthRule,
+    DType,
+    SchedulerOptions,
+    ServerConfig,
+    SpeculatorDType,
+)
 from specserve.server.engine.async_engine import AsyncEngine
-from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
 from specserve.server.engine.scheduler import Scheduler
 from specserve.server.serving import ModelDescription, Serving, SpeculatorDescription
-from specserve.server.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.worker.memory import num_kv_blocks, warm_up
 from specserve.server.worker.model_runner import ModelRunner
-from specserve.speculators.base import Speculator
+from specserve.speculators.base import RowsRoom, Speculator, SpeculatorType
 from specserve.speculators.checkpoint import Base
 from specserve.speculators.draft_length import DraftLength
 from specserve.speculators.registry import demo_files, load_speculator, weight_files
+from specserve.speculators.usd_loader import UsdOptions
 
 
 def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving:
@@ -45,7 +54,7 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
     max_total_tokens = _max_total_tokens(config.scheduler, model_config)
     tokenizer = load_tokenizer(files, model_config.vocab_size)
     model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
-    speculator = speculator or _speculator(config, Base(model, files))
+    speculator = speculator or _speculator(config, Base(model, files, tokenizer))
     num_blocks = num_kv_blocks(
         model,
         dtype=dtype,
@@ -54,6 +63,7 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
         kv_cache_memory=config.cache.kv_cache_memory,
         max_tokens_needed=max_total_tokens * config.scheduler.max_batch_size,
         max_batch_tokens=config.scheduler.max_batch_tokens,
+        draft_bytes_per_token=speculator.kv_bytes_per_token(),
     )
     max_total_tokens = _fit_total_tokens(config.scheduler, max_total_tokens, num_blocks * block_size)
     engine = _engine(config, model, speculator, num_blocks, block_size, max_total_tokens, dtype, device)
@@ -102,7 +112,7 @@ def _fit_total_tokens(options: SchedulerOptions, max_total_tokens: int, num_kv_t
 
 def _speculator(config: ServerConfig, base: Base) -> Speculator:
     options, files = config.speculator, None
-    if options.id == DEMO:
+    if options.id == DEMO and options.type is not SpeculatorType.USD:
         files = demo_files(options.type)
     elif options.id is not None:
         files = resolve_model(
@@ -112,8 +122,17 @@ def _speculator(config: ServerConfig, base: Base) -> Speculator:
             weight_files=weight_files(options.type),
             flag="--speculator-id",
         )
+    is_quantized = options.dtype is SpeculatorDType.INT8
+    if options.dtype is SpeculatorDType.AUTO:
+        is_quantized = base.device.type == "cpu"
+    dtype = None if options.dtype in ("auto", "int8") else getattr(torch, options.dtype.value)
     return load_speculator(
-        options.type, files, base, parallel=TensorParallel(), num_tokens=options.num_speculative_tokens
+        options.type,
+        files,
+        base,
+        parallel=TensorParallel(),
+        num_tokens=options.num_speculative_tokens,
+        usd=UsdOptions(options.usd_method, dtype, is_quantized),
     )
 
 
@@ -139,6 +158,9 @@ def _engine(
     )
     for num_tokens in (min(options.max_batch_tokens, max_total_tokens), 1):
         warm_up(model, kv_cache, num_tokens)
+    speculator.allocate(
+        RowsRoom(num_blocks, block_size, options.max_batch_size, max_total_tokens, options.max_batch_tokens)
+    )
     runner = ModelRunner(
         model, kv_cache, speculator, max_rows=options.max_batch_size, max_total_tokens=max_total_tokens
     )
@@ -192,5 +214,6 @@ def _describe(
             id=config.speculator.id or "",
             num_speculative_tokens=speculator.max_draft_tokens,
             num_parameters=speculator.num_parameters,
+            usd_method=speculator.method or "",
         ),
     )

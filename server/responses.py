@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
+from specserve.models.tokenizer import Tokenizer
 from specserve.proto import specserve_pb2 as pb
 from specserve.server.config import ServerConfig
 from specserve.server.engine.engine import EngineStats
 from specserve.server.engine.sequence import FinishReason, GenerationSummary, SequenceEvent, TokenOutput
 from specserve.server.serving import Serving
-from specserve.server.tokenizer import Tokenizer
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -124,6 +124,7 @@ def info_message(
             id=model.speculator.id,
             num_speculative_tokens=model.speculator.num_speculative_tokens,
             num_parameters=model.speculator.num_parameters,
+            usd_method=model.speculator.usd_method,
             drafted_tokens=stats.num_drafted_tokens,
             accepted_tokens=stats.num_accepted_tokens,
             num_drafts=stats.num_drafts,

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.engine import EngineStats
 from specserve.server.engine.sequence import Request, SequenceEvent
-from specserve.server.tokenizer import Tokenizer
 
 
 class EngineClient(Protocol):
@@ -61,6 +61,7 @@ class SpeculatorDescription:
     id: str = ""
     num_speculative_tokens: int = 0
     num_parameters: int = 0
+    usd_method: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from specserve.models.tokenizer import Tokenizer
 from specserve.server.detokenizer import Detokenizer
 from specserve.server.engine.sequence import FinishReason, TextPiece
-from specserve.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

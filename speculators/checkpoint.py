@@ -9,6 +9,7 @@ import torch
 
 from specserve.models.causal_lm import CausalLM
 from specserve.models.hub import CONFIG_FILE, DEMO, INDEX_FILE, ModelError, ModelFiles, read_json
+from specserve.models.tokenizer import Tokenizer
 from specserve.models.weights import SafetensorsFiles, TorchFile, WeightReader, WeightSource
 from specserve.speculators.vocabulary_mapping import VocabularyMapping
 
@@ -22,6 +23,7 @@ class Base:
 
     model: CausalLM
     files: ModelFiles
+    tokenizer: Tokenizer
 
     @property
     def hidden_size(self) -> int:

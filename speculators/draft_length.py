@@ -51,6 +51,7 @@ class DraftLength:
         self._verify_seconds = _Medians()  # by query tokens
         self._draft_seconds = _Medians()  # a round, by rows
         self._num_steps = 0
+        self.min_gain = 0.0  # tokens that a round of drafting must bring to pay, at what was chosen last
 
     def choose(self, rates: Sequence[AcceptanceRate], caps: Sequence[int]) -> list[int]:
         """Tokens to draft for each row, caps[b] at most, from what became of its drafts so far."""
@@ -73,6 +74,7 @@ class DraftLength:
             speed = expected / ((self._verify_seconds.at(num_rows + count) or 1.0) + rounds * seconds_a_round)
             if speed > best_speed:
                 best_speed, best = speed, list(lengths)
+        self.min_gain = best_speed * seconds_a_round
         self._num_steps += 1
         if self._num_steps % PROBE_INTERVAL == 0:
             probed = self._num_steps // PROBE_INTERVAL % num_rows

@@ -14,7 +14,7 @@ from specserve.models.layers.embedding import VocabParallelHead, load_vocabulary
 from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader
-from specserve.speculators.base import Draft, ProposalInput
+from specserve.speculators.base import Draft, ProposalInput, Speculator
 from specserve.speculators.checkpoint import (
     Base,
     SpeculatorConfig,
@@ -43,7 +43,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.matrix(x, self.bias))
 
 
-class MedusaSpeculator:
+class MedusaSpeculator(Speculator):
     """Drafts with the first max_draft_tokens heads."""
 
     def __init__(

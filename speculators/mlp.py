@@ -22,7 +22,7 @@ from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParal
 from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader
-from specserve.speculators.base import Draft, ProposalInput
+from specserve.speculators.base import Draft, ProposalInput, Speculator
 from specserve.speculators.checkpoint import (
     Base,
     SpeculatorConfig,
@@ -102,7 +102,7 @@ class Stage(nn.Module):
         return F.gelu(normalized)
 
 
-class MLPSpeculator:
+class MLPSpeculator(Speculator):
     """Drafts a chain of up to max_draft_tokens tokens."""
 
     def __init__(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specserve.models.hub import WEIGHTS_FILE, ModelFiles
 from specserve.models.parallel import TensorParallel
-from specserve.speculators import medusa, mlp
+from specserve.speculators import medusa, mlp, usd_loader
 from specserve.speculators.base import NoSpeculator, Speculator, SpeculatorType
 from specserve.speculators.checkpoint import Base
 
@@ -28,6 +28,7 @@ def load_speculator(
     *,
     parallel: TensorParallel,
     num_tokens: int | None,
+    usd: usd_loader.UsdOptions | None = None,
 ) -> Speculator:
     """The speculator in `files` (none has no files) for a loaded target; num_tokens None: as many as it can draft.
 
@@ -36,6 +37,8 @@ def load_speculator(
     if kind is SpeculatorType.NONE:
         return NoSpeculator()
     assert files is not None, "the configuration asks for an id"
+    if kind is SpeculatorType.USD:
+        return usd_loader.load_usd(files, base, usd or usd_loader.UsdOptions(), num_tokens=num_tokens)
     loaders: dict[SpeculatorType, Callable[..., Speculator]] = {
         SpeculatorType.MLP: mlp.load_mlp,
         SpeculatorType.MEDUSA: medusa.load_medusa,

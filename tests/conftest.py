@@ -10,9 +10,9 @@ import tokenizers
 
 from specserve.models.hub import ModelFiles
 from specserve.models.sampling.params import SampledToken, SamplingParams
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.engine.sequence import FinishReason, Request, TextPiece
 from specserve.server.engine.step import RowOutput, ScheduledBatch, StepOutput
-from specserve.server.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass

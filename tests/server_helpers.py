@@ -13,6 +13,7 @@ import grpc.aio
 import tokenizers
 
 from specserve.models.hub import ModelError
+from specserve.models.tokenizer import Tokenizer
 from specserve.proto import specserve_pb2_grpc
 from specserve.server.chat import ChatTemplate
 from specserve.server.config import ListenOptions, ModelOptions, SchedulerOptions, ServerConfig
@@ -22,7 +23,6 @@ from specserve.server.engine.sequence import GenerationSummary, SequenceEvent, T
 from specserve.server.grpc_server import GrpcServer, run_server
 from specserve.server.logs import configure_logging
 from specserve.server.serving import ModelDescription, Serving
-from specserve.server.tokenizer import Tokenizer
 
 TEMPLATE = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 TEXT = "Grüße 🤗 an alle, the end"

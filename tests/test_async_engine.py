@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from specserve.models.block_manager import BlockManager
 from specserve.server.engine.async_engine import AsyncEngine
-from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
 from specserve.server.engine.errors import DrainingError, EngineDeadError, QueueFullError, RequestTooLargeError
 from specserve.server.engine.scheduler import Scheduler

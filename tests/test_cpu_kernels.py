@@ -98,7 +98,7 @@ def test_linear_stays_within_its_output():
     """The last panel and the last tile are partial; what lies behind the result must not change."""
     weight, x = torch.randn(21, 8), torch.randn(13, 8)
     panels, space = binding.to_panels(weight), torch.full((13 * 21 + 64,), 7.0)
-    binding.kernels().linear(13, x.data_ptr(), panels.data_ptr(), None, 21, 8, space.data_ptr(), 2)
+    binding.kernels().linear(13, x.data_ptr(), panels.data_ptr(), None, None, 21, 8, space.data_ptr(), 2)
     torch.testing.assert_close(space[: 13 * 21].view(13, 21), x @ weight.T)
     assert (space[13 * 21 :] == 7.0).all()
 

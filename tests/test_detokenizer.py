@@ -2,8 +2,8 @@ import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from specserve.models.tokenizer import Tokenizer
 from specserve.server.detokenizer import Detokenizer
-from specserve.server.tokenizer import Tokenizer
 
 SEGMENTS = ["🤗", "👩‍👩‍👧", "안", "é", "e\u0301", " ", "  ", " the", "▁", "Ġ", "\n", "\0", "\U0010ffff", "t", "<s>"]
 ODD_TEXT = st.lists(st.sampled_from(SEGMENTS) | st.characters(codec="utf-8"), max_size=30).map("".join)

@@ -13,7 +13,7 @@ from specserve.models.gguf_metadata import read_gguf_header
 from specserve.models.hub import ModelError, ModelFiles
 from specserve.models.layers.rotary import inverse_frequencies
 from specserve.models.rope_config import RopeConfig
-from specserve.server.tokenizer import load_tokenizer
+from specserve.models.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 160,

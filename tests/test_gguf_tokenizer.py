@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.models.gguf_metadata import read_gguf_metadata
+from specserve.models.gguf_tokenizer import build_gguf_tokenizer
 from specserve.models.hub import ModelError, ModelFiles
-from specserve.server.gguf_tokenizer import build_gguf_tokenizer
-from specserve.server.tokenizer import load_tokenizer
+from specserve.models.tokenizer import load_tokenizer
 
 CASES = json.loads((Path(__file__).parent / "data" / "tokenizer_cases.json").read_text())["cases"]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from specserve.models.block_manager import BlockManager
 from specserve.models.sampling.params import SampledToken, SamplingParams
-from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.engine import Engine
 from specserve.server.engine.errors import NonFiniteLogitsError, RequestTooLargeError
 from specserve.server.engine.scheduler import Scheduler

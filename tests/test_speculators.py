@@ -23,7 +23,7 @@ def base(tmp_path_factory, model_helpers):
         vocab_size=V, hidden_size=E, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return Base(model_helpers.load(path), ModelFiles("org/target", None, path, "hub"))
+    return Base(model_helpers.load(path), ModelFiles("org/target", None, path, "hub"), None)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specserve.models.hub import ModelError, ModelFiles
-from specserve.server.tokenizer import Tokenizer, load_tokenizer
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TEXTS = ["", "hi", " the  tie\n", "a</s>b<s>", "<s>hi", "<s><s>", "né 🙂 안녕", "▁the", "</s>"]

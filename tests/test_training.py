@@ -53,7 +53,7 @@ def test_what_is_trained_is_what_is_served(kind, ids, tmp_path):
     target_ids = torch.tensor(ids) if is_part else None
     output.save_speculator(model, target_ids, None, torch.float32, tmp_path)
     files = Files("s", None, tmp_path, "hub")
-    base = Base(Model(), Files("m", None, tmp_path, "hub"))
+    base = Base(Model(), Files("m", None, tmp_path, "hub"), None)
     speculator = load_speculator(SpeculatorType(kind), files, base, parallel=TensorParallel(), num_tokens=None)
     states, tokens = torch.randn(9, E), torch.tensor([0, 3, 4, 66, 65, 12, 1, 30, 33])
     rows = ProposalInput(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.models.hub import ModelFiles
-from specserve.server.tokenizer import load_tokenizer
+from specserve.models.tokenizer import load_tokenizer
 from specserve.speculators.vocabulary_mapping import VocabularyMapping
 
 

@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "head_norm": (None, (_INT, _POINTER, _INT, _POINTER, _FLOAT, *(_INT,) * 3)),
     "rotate": (None, (_INT, _POINTER, _INT, _POINTER, _POINTER, *(_INT,) * 3)),
     "gated_activation": (None, (_INT, _POINTER, _INT, _INT, _POINTER, _INT)),
-    "linear": (ctypes.c_int, (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT)),
+    "linear": (ctypes.c_int, (_INT, *(_POINTER,) * 4, _INT, _INT, _POINTER, _INT)),
     "argmax": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "row_mass": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "sorted_head": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT)),
@@ -195,16 +195,25 @@ def to_panels(weight: torch.Tensor) -> torch.Tensor:
     return panels
 
 
-def linear(x: torch.Tensor, panels: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    num_outputs: int,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """X [m, k] times the transpose of the weight [num_outputs, k] in `panels`, plus bias -> [m, num_outputs].
 
-    A row's result is the same bits whatever the other rows are.
+    With scales [num_outputs] the panels are int8, and the weight is their product. A row's result is the same bits
+    whatever the other rows are.
     """
     rows, k = x.shape
     assert panels.shape[1] == k, "as many inputs as the weight has"
+    assert panels.dtype is (torch.float32 if scales is None else torch.int8)
     out = _empty(x, rows, num_outputs)
     _call_rows(
-        *("linear", rows, x.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr()),
+        *("linear", rows, x.data_ptr(), panels.data_ptr()),
+        *(None if optional is None else optional.data_ptr() for optional in (scales, bias)),
         *(num_outputs, k, out.data_ptr(), torch.get_num_threads()),
     )
     return out

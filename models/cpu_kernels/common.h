@@ -63,8 +63,8 @@ void head_norm(int64_t n, float *x, int64_t x_stride, const float *weight, float
 void rotate(int64_t n, float *x, int64_t x_stride, const float *cos, const float *sin, int64_t heads, int64_t d,
             int64_t num_threads);
 void gated_activation(int64_t n, const float *gate_up, int64_t f, int64_t activation, float *out, int64_t num_threads);
-int linear(int64_t n, const float *x, const float *w, const float *bias, int64_t num_outputs, int64_t k, float *y,
-           int64_t num_threads);
+int linear(int64_t n, const float *x, const void *w, const float *scales, const float *bias, int64_t num_outputs,
+           int64_t k, float *y, int64_t num_threads);
 int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, const float *k, int64_t k_stride,
                     const float *v, int64_t v_stride, float *keys, float *values, float scale, int64_t window,
                     float *out);

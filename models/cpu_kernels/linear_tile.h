@@ -1,20 +1,22 @@
-/* The inner loops of linear.c for one instruction set. Included once for each, with NAME, TARGET, and LANES: the
- * floats of a vector, a divisor of PANEL. No include guard, therefore. */
+/* The inner loops of linear.c for one instruction set and one type of weights. Included once for each, with LEVEL,
+ * TARGET, WEIGHT, and LANES: the floats of a vector, a divisor of PANEL. No include guard, therefore. */
+#define NAME JOIN(JOIN(LEVEL, _), WEIGHT)
 #define VECTOR JOIN(NAME, _vector)
 #define PARTS (PANEL / LANES)
 typedef float VECTOR __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 /* y[r, p * PANEL + j] = sum over i of x[i, r] * w[p, i, j], with all sums in registers: num_panels and num_rows are
  * constants wherever this is inlined. The sum goes along i, in order, whatever the tile. */
-TARGET static inline __attribute__((always_inline)) void JOIN(NAME, _tile)(const float *x, const float *w, int64_t k,
-                                                                           const int num_panels, const int num_rows,
-                                                                           float *y, int64_t y_stride, const int ahead) {
+TARGET static inline __attribute__((always_inline)) void JOIN(NAME, _tile)(const float *x, const WEIGHT *w,
+                                                                           int64_t k, const int num_panels,
+                                                                           const int num_rows, float *y,
+                                                                           int64_t y_stride, const int ahead) {
     VECTOR sums[MAX_ROWS][MAX_PANELS * PARTS], ws[MAX_PANELS * PARTS];
     UNROLL for (int r = 0; r < num_rows; r++) UNROLL for (int p = 0; p < num_panels * PARTS; p++) sums[r][p] = (VECTOR){0};
     for (int64_t i = 0; i < k; i++) {
         UNROLL for (int p = 0; p < num_panels * PARTS; p++) {
-            const float *at = w + ((p / PARTS) * k + i) * PANEL + (p % PARTS) * LANES;
-            ws[p] = *(const VECTOR *)at;
+            const WEIGHT *at = w + ((p / PARTS) * k + i) * PANEL + (p % PARTS) * LANES;
+            ws[p] = JOIN(LOAD_, WEIGHT)(at);
             if (p % PARTS == 0 && ahead) __builtin_prefetch(at + ahead);
         }
         UNROLL for (int r = 0; r < num_rows; r++) {
@@ -27,9 +29,10 @@ TARGET static inline __attribute__((always_inline)) void JOIN(NAME, _tile)(const
 }
 
 /* Panels first .. last-1 of y [m, n] for x in tiles of MAX_ROWS rows, each [k, rows]. */
-TARGET static __attribute__((noinline)) void JOIN(NAME, _panels)(const float *x, const float *w, int64_t first,
-                                                                 int64_t last, int64_t m, int64_t n, int64_t k,
-                                                                 float *y) {
+TARGET static __attribute__((noinline)) void JOIN(NAME, _panels)(const float *x, const void *weight,
+                                                                 int64_t first, int64_t last, int64_t m, int64_t n,
+                                                                 int64_t k, float *y) {
+    const WEIGHT *w = weight;
     const int wide = m <= MAX_ROWS / 2 ? MAX_PANELS : MAX_PANELS / 2;
     while (first < last) {
         const int num_panels = wide <= last - first ? wide : 1;
@@ -39,11 +42,12 @@ TARGET static __attribute__((noinline)) void JOIN(NAME, _panels)(const float *x,
             float spare[MAX_ROWS * MAX_PANELS * PANEL];
             const int64_t width = num_panels * PANEL, stride = is_cut ? width : n;
             float *out = is_cut ? spare : y + r * n + first * PANEL;
-            const float *rows = x + r * k, *panels = w + first * k * PANEL;
+            const float *rows = x + r * k;
+            const WEIGHT *panels = w + first * k * PANEL;
 #define CASE(P, R)                                                                         \
     case P * 16 + R:                                                                       \
         if (r == 0)                                                                        \
-            JOIN(NAME, _tile)(rows, panels, k, P, R, out, stride, AHEAD);                  \
+            JOIN(NAME, _tile)(rows, panels, k, P, R, out, stride, AHEAD / sizeof(WEIGHT)); \
         else                                                                               \
             JOIN(NAME, _tile)(rows, panels, k, P, R, out, stride, 0);                      \
         break;
@@ -66,3 +70,4 @@ TARGET static __attribute__((noinline)) void JOIN(NAME, _panels)(const float *x,
 #undef NAME
 #undef TARGET
 #undef LANES
+#undef LEVEL

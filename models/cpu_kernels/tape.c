@@ -32,7 +32,7 @@ int replay(const Call *calls, int64_t count, int64_t n) {
             gated_activation(n, a[0].p, a[1].i, a[2].i, a[3].p, a[4].i);
             break;
         case 4:
-            failed = linear(n, a[0].p, a[1].p, a[2].p, a[3].i, a[4].i, a[5].p, a[6].i);
+            failed = linear(n, a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].p, a[7].i);
             break;
         case 5:
             failed = paged_attention(a[0].p, a[1].p, a[2].i, a[3].p, a[4].i, a[5].p, a[6].i, a[7].p, a[8].p, a[9].f,

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from dataclasses import replace
 
+from specserve.models.block_manager import BlockManager
 from specserve.models.sampling.params import SampledToken
-from specserve.server.engine.block_manager import BlockManager
 from specserve.server.engine.errors import NonFiniteLogitsError, RequestTooLargeError
 from specserve.server.engine.sequence import (
     Acceptance,
@@ -103,12 +103,12 @@ class Scheduler:
             return None
         self._choose_draft_lengths(rows)
         released, self._released = self._released, []
-        return ScheduledBatch(released, admissions, rows)
+        return ScheduledBatch(released, admissions, rows, self.draft_length.min_gain)
 
     def update(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> list[SequenceEvent]:
         """Take in what a step computed in so many seconds; the events to send."""
         events = []
-        if all(row.samples and row.num_tokens == row.num_drafts + 1 for row in batch.rows):
+        if output.is_routine and all(row.samples and row.num_tokens == row.num_drafts + 1 for row in batch.rows):
             num_tokens, rounds = sum(row.num_tokens for row in batch.rows), max(len(r.draft_ids) for r in output.rows)
             self.draft_length.measure(num_tokens, len(batch.rows), rounds, seconds, output.draft_seconds)
         for seq, row, result in zip(self._scheduled, batch.rows, output.rows, strict=True):
@@ -195,9 +195,11 @@ class Scheduler:
             end = seq.num_computed_tokens + min(seq.num_uncomputed_tokens, budget)
             new_blocks = self.block_manager.grow(seq, end)
             assert new_blocks is not None, "can_admit promised them"
-            split = seq.num_prompt_tokens
+            split, request = seq.num_prompt_tokens, seq.request
             admissions.append(
-                Admission(seq.row_slot, seq.request.sampling, seq.token_ids[:split], seq.token_ids[split:])
+                Admission(
+                    seq.row_slot, request.sampling, seq.token_ids[:split], seq.token_ids[split:], request.usd_method
+                )
             )
             rows.append(self._row(seq, budget, cached_blocks + new_blocks))
             budget -= rows[-1].num_tokens

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specserve.models.sampling.params import SamplingParams
+from specserve.speculators.base import UsdMethod
 from specserve.speculators.draft_length import AcceptanceRate
 
 
@@ -103,6 +104,7 @@ class Request:
     max_new_tokens: int
     prompt_details: bool = False
     max_draft_tokens: int | None = None
+    usd_method: UsdMethod | None = None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ admission, and from then on only what is new.
 from dataclasses import dataclass, field
 
 from specserve.models.sampling.params import SampledToken, SamplingParams
+from specserve.speculators.base import UsdMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Admission:
     sampling: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    usd_method: UsdMethod | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class ScheduledRow:
         """Query tokens of this row."""
         return len(self.token_ids)
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: behind each draft and the token before them."""
+        return (self.num_drafts + 1) * self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
@@ -45,6 +52,7 @@ class ScheduledBatch:
     released: list[int]
     admissions: list[Admission]
     rows: list[ScheduledRow]
+    min_gain: float = 0.0  # see ProposalInput
 
 
 @dataclass(slots=True)
@@ -63,7 +71,8 @@ class RowOutput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The rows of one step, and how long drafting took in it."""
+    """The rows of one step, and how long drafting took in it; that isn't typical where it isn't routine (see Draft)."""
 
     rows: list[RowOutput]
     draft_seconds: float = 0.0
+    is_routine: bool = True

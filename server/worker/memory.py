@@ -24,6 +24,7 @@ def num_kv_blocks(
     kv_cache_memory: int | None,
     max_tokens_needed: int,
     max_batch_tokens: int,
+    draft_bytes_per_token: int = 0,
 ) -> int:
     """Blocks that fit kv_cache_memory bytes, or, if that is None, what is free and useful.
 
@@ -37,6 +38,8 @@ def num_kv_blocks(
         head_dim=config.head_dim,
         dtype=dtype,
     )
+    draft_bytes = draft_bytes_per_token * block_size
+    block_bytes += draft_bytes
     if kv_cache_memory is not None:
         budget, what = kv_cache_memory, f"--kv-cache-memory is {kv_cache_memory} bytes"
         num_blocks = budget // block_bytes
@@ -46,7 +49,8 @@ def num_kv_blocks(
         num_blocks = min(budget // block_bytes, -(-max_tokens_needed // block_size))
     if num_blocks < 1:
         raise ModelError(
-            f"{what}, but one block of {block_size} tokens takes {block_bytes} bytes; "
+            f"{what}, but one block of {block_size} tokens takes {block_bytes} bytes"
+            f"{f', {draft_bytes} of them for the draft model' if draft_bytes else ''}; "
             "give it more memory, or choose a smaller --block-size or --dtype"
         )
     return num_blocks

@@ -1,15 +1,16 @@
 """Runs one step on this rank: load, model, logits, verify, propose, collect."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from specserve.models.causal_lm import CausalLM
+from specserve.models.input_buffers import InputBuffers
 from specserve.models.kv_cache import KVCache
 from specserve.models.sampling.params import SampledToken
 from specserve.models.sampling.sampler import Sampler, SampleRow, score_tokens
 from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
-from specserve.server.worker.input_buffers import InputBuffers
 from specserve.speculators.base import ProposalInput, Speculator
 from specserve.speculators.verify import Verified, VerifyRow, verify
 
@@ -44,6 +45,7 @@ class ModelRunner:
         for row_slot in batch.released:
             self._buffers.release(row_slot)
             self._sampler.release(row_slot)
+            self._speculator.release(row_slot)
             self._draft_probs.pop(row_slot, None)
         for admission in batch.admissions:
             self._admit(admission)
@@ -51,9 +53,10 @@ class ModelRunner:
         forward_batch.check()
         hidden = self.model(forward_batch, self._kv_cache)  # [N, E]
         outputs = [RowOutput() for _ in batch.rows]
-        draft_seconds = self._decide(batch.rows, hidden[forward_batch.logits_indices], outputs)
+        result = StepOutput(outputs)
+        self._decide(batch, hidden[forward_batch.logits_indices], result)
         self._score_prompts(batch.rows, hidden, outputs)
-        return StepOutput(outputs, draft_seconds)
+        return result
 
     def _admit(self, admission: Admission) -> None:
         self._admitted[admission.row_slot] = admission
@@ -61,15 +64,14 @@ class ModelRunner:
         self._sampler.admit(
             admission.row_slot, admission.sampling, admission.prompt_token_ids, admission.output_token_ids
         )
+        token_ids = admission.prompt_token_ids + admission.output_token_ids
+        self._speculator.admit(admission.row_slot, token_ids, admission.usd_method)
 
-    def _decide(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> float:
-        """Verify the rows whose share reaches their end, with hidden [R, E] for their logits, and draft for them.
-
-        Gives the seconds that drafting took; the tokens before and behind it are on the host, so the device is idle.
-        """
-        deciding = [(row, output) for row, output in zip(rows, outputs, strict=True) if row.samples]
+    def _decide(self, batch: ScheduledBatch, hidden: torch.Tensor, result: StepOutput) -> None:
+        """Verify the rows whose share reaches their end, with hidden [R, E] for their logits, and draft for them."""
+        deciding = [(row, output) for row, output in zip(batch.rows, result.rows, strict=True) if row.samples]
         if not deciding:
-            return 0.0
+            return
         verify_rows = [self._verify_row(row) for row, _ in deciding]
         results = verify(self.model.compute_logits(hidden), self._sampler, verify_rows)
         first, drafting = 0, []
@@ -78,15 +80,16 @@ class ModelRunner:
             output.num_accepted = verified.num_accepted
             emitted = [token.token_id for token in verified.tokens if token.token_id is not None]
             self._sampler.accept(row.row_slot, emitted)
+            self._speculator.accept(row.row_slot, emitted)
             self._num_outputs[row.row_slot] += len(emitted)
             if row.max_draft_tokens and len(emitted) == len(verified.tokens):
                 drafting.append((row, output, verify_row, verified, first + verified.num_accepted))
             first += row.num_drafts + 1
-        if not drafting:
-            return 0.0
-        started = time.perf_counter()
-        self._propose(drafting, hidden)
-        return time.perf_counter() - started
+        if drafting:
+            # The tokens before and behind it are on the host, so that the device is idle at both ends.
+            started = time.perf_counter()
+            result.is_routine = self._propose(drafting, hidden, batch.min_gain)
+            result.draft_seconds = time.perf_counter() - started
 
     def _verify_row(self, row: ScheduledRow) -> VerifyRow:
         probs = self._draft_probs.pop(row.row_slot, None)
@@ -99,14 +102,26 @@ class ModelRunner:
         )
 
     def _propose(
-        self, drafting: list[tuple[ScheduledRow, RowOutput, VerifyRow, Verified, int]], hidden: torch.Tensor
-    ) -> None:
-        """Draft behind the last emitted token of each row; the last item of a row is its index in hidden [R, E]."""
+        self,
+        drafting: list[tuple[ScheduledRow, RowOutput, VerifyRow, Verified, int]],
+        hidden: torch.Tensor,
+        min_gain: float,
+    ) -> bool:
+        """Draft behind the last emitted token of each row; the last item of a row is its index in hidden [R, E].
 
-        def choose(logits: torch.Tensor, step: int, target_ids: torch.Tensor | None) -> torch.Tensor:
+        Gives Draft.is_routine.
+        """
+
+        def choose(
+            logits: torch.Tensor,
+            step: int,
+            target_ids: torch.Tensor | None = None,
+            indices: Sequence[int] | None = None,
+        ) -> torch.Tensor:
+            chosen = drafting if indices is None else [drafting[index] for index in indices]
             rows = [
                 SampleRow(row.row_slot, before.position + verified.num_accepted + 1 + step, 0)
-                for row, _, before, verified, _ in drafting
+                for row, _, before, verified, _ in chosen
             ]
             return self._sampler.choose_drafts(logits, rows, target_ids)
 
@@ -119,12 +134,14 @@ class ModelRunner:
                 hidden=hidden[torch.tensor([index for *_, index in drafting], device=device)],
                 max_lengths=[row.max_draft_tokens for row, *_ in drafting],
                 choose=choose,
+                min_gain=min_gain,
             )
         )
         for index, ((row, output, *_), draft_ids) in enumerate(zip(drafting, draft.rows(), strict=True)):
             output.draft_ids = draft_ids
             if draft.probs is not None:
                 self._draft_probs[row.row_slot] = draft.probs[index]
+        return draft.is_routine
 
     def _score_prompts(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
         first = 0

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from specserve.speculators.base import Draft, ProposalInput
+from specserve.speculators.base import Draft, ProposalInput, Speculator
 
 
-class HiddenRecorder:
+class HiddenRecorder(Speculator):
     """A speculator that drafts nothing and keeps what it is asked with.
 
     For each request: the tokens emitted and, for each, the state after the final norm that it was drawn from.

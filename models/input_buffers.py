@@ -1,11 +1,42 @@
 """Turns the plain ints of a step into the tensors of a ForwardBatch."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from specserve.models.forward_batch import ForwardBatch
-from specserve.server.engine.step import ScheduledRow
+
+
+class RaggedRow(Protocol):
+    """One sequence's share of a forward: token_ids are computed at positions start, start + 1, …"""
+
+    @property
+    def row_slot(self) -> int:
+        """Under which its block table is kept."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """At least one."""
+        ...
+
+    @property
+    def new_block_ids(self) -> list[int]:
+        """Appended to the block table of the row slot."""
+        ...
+
+    @property
+    def num_logits(self) -> int:
+        """So many of the last tokens decide a next one."""
+        ...
 
 
 class InputBuffers:
@@ -21,7 +52,7 @@ class InputBuffers:
         """Forget the block table of a row slot."""
         self._num_blocks[row_slot] = 0
 
-    def load(self, rows: list[ScheduledRow]) -> ForwardBatch:
+    def load(self, rows: Sequence[RaggedRow]) -> ForwardBatch:
         """The batch of one step, a sequence a row, with a logits row for each token that decides a next one."""
         for row in rows:
             held = self._num_blocks[row.row_slot]
@@ -29,8 +60,8 @@ class InputBuffers:
             self._num_blocks[row.row_slot] = held + len(row.new_block_ids)
         row_slots = np.fromiter((row.row_slot for row in rows), np.int64, len(rows))
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-        lens = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
-        num_logits = np.fromiter(((row.num_drafts + 1) * row.samples for row in rows), np.int64, len(rows))
+        lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
+        num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
         cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lens, out=cu_seqlens[1:])
         offsets = np.arange(cu_seqlens[-1])

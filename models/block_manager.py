@@ -6,10 +6,20 @@ references stay cached until they are needed, least recently freed first.
 """
 
 from collections import OrderedDict
-
-from specserve.server.engine.sequence import Sequence
+from collections.abc import Iterable
+from typing import Protocol
 
 ROOT_ENTRY = 0
+
+
+class BlockOwner(Protocol):
+    """A sequence as far as its blocks are concerned; the manager keeps all but token_ids."""
+
+    token_ids: list[int]
+    block_table: list[int]
+    num_computed_tokens: int
+    num_cached_blocks: int  # leading blocks that the prefix cache knows
+    prefix_entry: int  # prefix cache entry of the last of them
 
 
 class BlockManager:
@@ -34,7 +44,7 @@ class BlockManager:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, seq: Sequence) -> list[tuple[int, int]]:
+    def find_prefix(self, seq: BlockOwner) -> list[tuple[int, int]]:
         """(entry id, block) of each cached leading block; one token at least is left to compute."""
         if not self.prefix_caching:
             return []
@@ -48,13 +58,13 @@ class BlockManager:
             parent = entry[0]
         return found
 
-    def can_admit(self, seq: Sequence, prefix: list[tuple[int, int]]) -> bool:
+    def can_admit(self, seq: BlockOwner, prefix: list[tuple[int, int]]) -> bool:
         """Whether the whole sequence fits now, its cached prefix counted as it is."""
         idle_hits = sum(self._ref_counts[block] == 0 for _, block in prefix)
         needed = self.num_blocks_for(len(seq.token_ids)) - len(prefix)
         return needed <= self.num_free_blocks - idle_hits
 
-    def adopt_prefix(self, seq: Sequence, prefix: list[tuple[int, int]]) -> None:
+    def adopt_prefix(self, seq: BlockOwner, prefix: list[tuple[int, int]]) -> None:
         """Give the sequence its cached leading blocks, computed already."""
         for entry, block in prefix:
             self._take(block)
@@ -63,7 +73,7 @@ class BlockManager:
         seq.num_cached_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
 
-    def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+    def grow(self, seq: BlockOwner, num_tokens: int) -> list[int] | None:
         """Make room for num_tokens in all; the new blocks, or None (and no change) when there are too few."""
         missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
         if missing > len(self._free):
@@ -72,14 +82,14 @@ class BlockManager:
         seq.block_table.extend(new_blocks)
         return new_blocks
 
-    def cache_computed(self, seq: Sequence) -> None:
-        """Make the sequence's full, computed blocks findable.
+    def cache_computed(self, seq: BlockOwner, num_final: int | None = None) -> None:
+        """Make the sequence's full, computed blocks findable, of the first num_final tokens (None: of all).
 
         Accepted drafts behind the end of the sequence are computed but no part of it.
         """
         if not self.prefix_caching:
             return
-        num_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
+        num_tokens = min(seq.num_computed_tokens, len(seq.token_ids) if num_final is None else num_final)
         while (seq.num_cached_blocks + 1) * self.block_size <= num_tokens:
             index = seq.num_cached_blocks
             key = (seq.prefix_entry, self._block_tokens(seq, index))
@@ -90,7 +100,7 @@ class BlockManager:
             seq.prefix_entry = self._entries[key][0]
             seq.num_cached_blocks += 1
 
-    def free(self, seq: Sequence) -> None:
+    def free(self, seq: BlockOwner) -> None:
         """Give all blocks back. The tail goes first, so that prefixes outlive what follows them."""
         for block in reversed(seq.block_table):
             self._ref_counts[block] -= 1
@@ -102,7 +112,7 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_blocks = 0
         seq.prefix_entry = ROOT_ENTRY
 
-    def check_integrity(self, sequences: list[Sequence]) -> None:
+    def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
         """Assert that reference counts, free list and cache agree with the tables of all live sequences."""
         counts = [0] * self.num_blocks
         for seq in sequences:
@@ -115,7 +125,7 @@ class BlockManager:
         assert cached == self._keys, "cache keys"
         assert all(len(tokens) == self.block_size for _, tokens in self._entries), "only full blocks are cached"
 
-    def _block_tokens(self, seq: Sequence, index: int) -> tuple[int, ...]:
+    def _block_tokens(self, seq: BlockOwner, index: int) -> tuple[int, ...]:
         return tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def _take(self, block: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import tokenizers
 
 from specserve.models.gguf_metadata import read_gguf_metadata
+from specserve.models.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
 from specserve.models.hub import ModelError, ModelFiles
-from specserve.server.gguf_tokenizer import build_gguf_tokenizer, set_bos_eos
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

@@ -1,0 +1,128 @@
+"""A draft model's rows: whatever happens to them, their logits are those of the whole text computed anew."""
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specserve.speculators.base import RowsRoom
+from specserve.speculators.draft_model import DraftModel
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def model_and_oracle(model_helpers, tmp_path_factory):
+    path = tmp_path_factory.mktemp("draft")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+    )
+    oracle = LlamaForCausalLM(config).eval()
+    oracle.save_pretrained(path)
+    return model_helpers.load(path), oracle
+
+
+def make(model, *, num_blocks=200, block_size=4, max_rows=4, max_total_tokens=64, max_batch_tokens=512):
+    draft = DraftModel(model)
+    draft.allocate(RowsRoom(num_blocks, block_size, max_rows, max_total_tokens, max_batch_tokens))
+    return draft
+
+
+@torch.inference_mode()
+def assert_logits(draft, oracle, hidden, rows):
+    logits = draft.model.compute_logits(hidden)
+    assert len(logits) == len(rows)
+    for got, token_ids in zip(logits, rows, strict=True):
+        torch.testing.assert_close(got, oracle(torch.tensor([token_ids])).logits[0, -1], atol=2e-4, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_rows_grow_shrink_change_and_leave(model_and_oracle):
+    """Random rows of random states, with prefixes in common, some in each step: always the oracle's logits."""
+    model, oracle = model_and_oracle
+    draft, rng = make(model), random.Random(0)
+    shared = [rng.randrange(VOCAB) for _ in range(13)]
+    texts = {}
+    for _ in range(120):
+        slot = rng.randrange(4)
+        if rng.random() < 0.15 and slot in texts:
+            draft.release(slot)
+            del texts[slot]
+        for slot in range(4):
+            if slot not in texts:
+                texts[slot] = shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(4))]
+            elif rng.random() < 0.7:
+                texts[slot] = texts[slot][: len(texts[slot]) - rng.randrange(4)]
+                texts[slot] += [rng.randrange(VOCAB) for _ in range(rng.randrange(5))]
+            if len(texts[slot]) > 50:
+                texts[slot] = [*shared, 0]
+                draft.release(slot)
+        some = sorted(rng.sample(range(4), rng.randrange(1, 5)))
+        for slot in some:
+            draft.sequence(slot).continue_as(texts[slot])
+        ready, hidden = draft.catch_up(some, [3] * len(some), [max(0, len(texts[slot]) - 5) for slot in some])
+        assert ready == list(range(len(some)))
+        rows = [list(texts[slot]) for slot in some]
+        assert_logits(draft, oracle, hidden, rows)
+        for _ in range(rng.randrange(4)):
+            drafted = [rng.randrange(VOCAB) for _ in some]
+            rows = [[*row, token] for row, token in zip(rows, drafted, strict=True)]
+            assert_logits(draft, oracle, draft.append(some, drafted), rows)
+            for slot in some:  # as if some drafts were right
+                if rng.random() < 0.5 and len(texts[slot]) < len(rows[some.index(slot)]):
+                    texts[slot] = rows[some.index(slot)][: len(texts[slot]) + 1]
+        draft.check_integrity()
+
+
+@torch.inference_mode()
+def test_a_known_beginning_is_not_computed_again(model_and_oracle, monkeypatch):
+    """Another row with the same beginning takes its blocks; a row that only went back computes what is new."""
+    model, oracle = model_and_oracle
+    draft, computed = make(model), []
+    run = draft._run
+
+    def count(shares):
+        computed.append(sum(len(share.token_ids) for share in shares))
+        return run(shares)
+
+    monkeypatch.setattr(draft, "_run", count)
+    text = [token % VOCAB for token in range(7, 27)]
+    for slot in (0, 1):
+        draft.sequence(slot).continue_as(text)
+        _, hidden = draft.catch_up([slot], [2], [18])
+        assert_logits(draft, oracle, hidden, [text])
+    draft.append([0], [5])
+    draft.append([0], [6])
+    draft.sequence(0).continue_as([*text, 5, 9])
+    _, hidden = draft.catch_up([0], [0], [18])
+    assert_logits(draft, oracle, hidden, [[*text, 5, 9]])
+    assert computed == [20, 4, 1, 1, 1]
+
+
+@torch.inference_mode()
+def test_rows_far_behind_take_several_calls_and_those_without_room_none(model_and_oracle):
+    model, oracle = model_and_oracle
+    draft = make(model, num_blocks=10, max_batch_tokens=8)
+    long, short = [token % VOCAB for token in range(17)], [1, 2, 3]
+    for slot, text in enumerate((long, short)):
+        draft.sequence(slot).continue_as(text)
+    assert [draft.catch_up([0, 1], [1, 1], [0, 0])[0] for _ in range(2)] == [[], []]
+    ready, hidden = draft.catch_up([0, 1], [1, 1], [0, 0])
+    assert ready == [0, 1]
+    assert_logits(draft, oracle, hidden, [long, short])
+    draft.sequence(2).continue_as([*range(20)])  # 10 blocks hold 40 tokens
+    assert draft.catch_up([2], [0], [0])[0] == []
+    draft.sequence(1).continue_as([1] * 62)  # the model was made for 64
+    assert draft.catch_up([1], [3], [0])[0] == []
+    draft.release(0)
+    assert [draft.catch_up([2], [0], [0])[0] for _ in range(3)] == [[], [], [0]]
+    draft.check_integrity()
