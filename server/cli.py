@@ -22,6 +22,7 @@ from specserve.server.config import (
     LogLevel,
     ServerConfig,
     SpeculatorDType,
+    Verification,
     hub_token,
     resolve,
 )
@@ -81,6 +82,7 @@ def serve(
     draft_length: opt.DraftLengthFlag = DraftLengthRule.ADAPTIVE,
     speculator_dtype: opt.SpeculatorDTypeFlag = SpeculatorDType.AUTO,
     usd_method: opt.UsdMethodFlag = UsdMethod.AUTO,
+    verification: opt.VerificationFlag = Verification.MATCH,
     hostname: opt.Hostname = None,
     port: opt.Port = None,
     unix_socket: opt.UnixSocket = None,

@@ -5,7 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from specserve.server.config import AttentionBackendName, Device, DraftLengthRule, DType, LogLevel, SpeculatorDType
+from specserve.server.config import (
+    AttentionBackendName,
+    Device,
+    DraftLengthRule,
+    DType,
+    LogLevel,
+    SpeculatorDType,
+    Verification,
+)
 from specserve.speculators.base import SpeculatorType, UsdMethod
 
 _MODEL, _CACHE, _LIMITS, _SPECULATOR, _SERVER, _LOG = "Model", "KV cache", "Limits", "Speculator", "Server", "Log"
@@ -150,6 +158,17 @@ UsdMethodFlag = Annotated[
         "tli: usd drafts tokens that both vocabularies have; slem: text, matched as a string; auto: tli if enough "
         "tokens are shared. A request can choose for itself.",
         "--usd-method",
+    ),
+]
+
+VerificationFlag = Annotated[
+    Verification,
+    _option(
+        _SPECULATOR,
+        "SPECSERVE_VERIFICATION",
+        "For requests that sample without a seed. match: the tokens of the seed that the server takes, as without "
+        "drafts; rejection: the same distribution, and more drafts accepted.",
+        "--verification",
     ),
 ]
 

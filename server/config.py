@@ -69,6 +69,13 @@ class SpeculatorDType(enum.StrEnum):
     INT8 = "int8"
 
 
+class Verification(enum.StrEnum):
+    """The rule for drafts of requests that sample and name no seed; others are always matched."""
+
+    MATCH = "match"
+    REJECTION = "rejection"
+
+
 class LogLevel(enum.StrEnum):
     """Least severe level that is logged."""
 
@@ -122,6 +129,7 @@ class SpeculatorOptions:
     draft_length: DraftLengthRule = DraftLengthRule.ADAPTIVE
     dtype: SpeculatorDType = SpeculatorDType.AUTO  # of usd, as what follows
     usd_method: UsdMethod = UsdMethod.AUTO
+    verification: Verification = Verification.MATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +261,21 @@ def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
         if kind is not SpeculatorType.USD and value != "auto":
             raise ConfigError(f"{flag} is {value}, but --speculator is {kind}; it is for usd only, leave it out")
     if kind is SpeculatorType.NONE:
-        for flag, value in (("--speculator-id", speculator_id), ("--num-speculative-tokens", num_tokens)):
+        verification = None if flags["verification"] is Verification.MATCH else str(flags["verification"])
+        for flag, value in (
+            ("--speculator-id", speculator_id),
+            ("--num-speculative-tokens", num_tokens),
+            ("--verification", verification),
+        ):
             if value is not None:
                 raise ConfigError(f"{flag} is {value!r}, but --speculator is none; leave it out")
     elif not speculator_id and flags["model_id"] == "demo" and kind is not SpeculatorType.USD:
         speculator_id = "demo"  # the one that comes with this package
     elif not speculator_id:
         raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
-    return SpeculatorOptions(kind, speculator_id, num_tokens, flags["draft_length"], dtype, method)
+    return SpeculatorOptions(
+        kind, speculator_id, num_tokens, flags["draft_length"], dtype, method, flags["verification"]
+    )
 
 
 def _listen(flags: Mapping[str, Any]) -> ListenOptions:

@@ -221,6 +221,7 @@ class RequestConverter:
                 or values.get("typical_p", 1.0) < 1
             )
             values["temperature"] = 1.0 if is_sampling else 0.0
+        values["is_seeded"] = message.HasField("seed")
         values["seed"] = message.seed if message.HasField("seed") else secrets.randbits(64)
         return values
 

@@ -20,6 +20,7 @@ from specserve.server.config import (
     SchedulerOptions,
     ServerConfig,
     SpeculatorDType,
+    Verification,
 )
 from specserve.server.engine.async_engine import AsyncEngine
 from specserve.server.engine.engine import Engine
@@ -162,7 +163,12 @@ def _engine(
         RowsRoom(num_blocks, block_size, options.max_batch_size, max_total_tokens, options.max_batch_tokens)
     )
     runner = ModelRunner(
-        model, kv_cache, speculator, max_rows=options.max_batch_size, max_total_tokens=max_total_tokens
+        model,
+        kv_cache,
+        speculator,
+        max_rows=options.max_batch_size,
+        max_total_tokens=max_total_tokens,
+        rejects=config.speculator.verification is Verification.REJECTION,
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, prefix_caching=config.cache.prefix_caching),

@@ -22,6 +22,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
+    is_seeded: bool = True  # by the request itself
     min_new_tokens: int = 0
     suppressed_ids: tuple[int, ...] = ()  # can't be chosen before min_new_tokens
     logprobs: bool = False

@@ -67,6 +67,11 @@ class Sampler:
         if history is not None:
             history.add(token_ids)
 
+    def draws_freely(self, row_slot: int) -> bool:
+        """Whether the request samples and named no seed, so that no tokens in particular are due to it."""
+        params = self._of(row_slot)
+        return not params.is_greedy and not params.is_seeded
+
     def seed_of(self, row_slot: int) -> int:
         """The seed of the request in a row slot."""
         return self._of(row_slot).seed
@@ -99,10 +104,31 @@ class Sampler:
             chosen[sampled] = torch.where(chosen[sampled] < 0, -1, drawn)
         return chosen.clamp_(min=0)
 
+    def draw_drafts(
+        self, logits: torch.Tensor, rows: list[SampleRow], target_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As choose_drafts, but drawn with noise of their own: columns [B], and the laws [B, V] they were drawn from.
+
+        Those are over the target's ids, in float64; NaN for rows that aren't finite, which get column 0.
+        """
+        law = self._law(logits, logits, rows)
+        keys = row_keys(((self.seed_of(row.row_slot), row.position) for row in rows), Purpose.DRAFT)
+        columns = torch.arange(law.shape[1], device=self._device)
+        token_ids = columns if target_ids is None else target_ids
+        scores = gumbel_scores(law.log(), keys, token_ids.expand(law.shape))
+        chosen = torch.where(law.isfinite().all(dim=1), scores.argmax(dim=1), 0)
+        whole = torch.zeros(len(rows), self._vocab_size, dtype=torch.float64, device=self._device)
+        whole[:, token_ids] = law
+        return chosen, whole
+
     def distribution(self, logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
         """The law [R, V], float64, that `sample` draws from; rows that aren't finite are NaN."""
         processed = logits.clone()
         self._process(processed, rows)
+        return self._law(logits, processed, rows)
+
+    def _law(self, logits: torch.Tensor, processed: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+        """Of rows of logits, after processing: what temperature and truncations make of them."""
         law = torch.zeros(logits.shape, dtype=torch.float64, device=self._device)
         best = torch.where(argmax(logits) < 0, -1, argmax(processed))
         is_greedy = torch.tensor([self._of(row.row_slot).is_greedy for row in rows], device=self._device)

@@ -22,11 +22,19 @@ class ModelRunner:
     """The model, its KV cache and the per-row state of one rank."""
 
     def __init__(
-        self, model: CausalLM, kv_cache: KVCache, speculator: Speculator, *, max_rows: int, max_total_tokens: int
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        speculator: Speculator,
+        *,
+        max_rows: int,
+        max_total_tokens: int,
+        rejects: bool = False,
     ) -> None:
+        """rejects: requests that sample without a seed of their own are verified by rejection."""
         device = kv_cache.keys[0].device
         self.model = model
-        self._speculator = speculator
+        self._speculator, self._rejects = speculator, rejects
         self._kv_cache = kv_cache
         self._buffers = InputBuffers(
             max_rows=max_rows,
@@ -112,6 +120,8 @@ class ModelRunner:
         Gives Draft.is_routine.
         """
 
+        laws: dict[int, list[torch.Tensor]] = {}  # of the drafts that are drawn, by row slot
+
         def choose(
             logits: torch.Tensor,
             step: int,
@@ -123,7 +133,13 @@ class ModelRunner:
                 SampleRow(row.row_slot, before.position + verified.num_accepted + 1 + step, 0)
                 for row, _, before, verified, _ in chosen
             ]
-            return self._sampler.choose_drafts(logits, rows, target_ids)
+            columns = self._sampler.choose_drafts(logits, rows, target_ids)
+            free = [i for i, row in enumerate(rows) if self._rejects and self._sampler.draws_freely(row.row_slot)]
+            if free:
+                columns[free], drawn_from = self._sampler.draw_drafts(logits[free], [rows[i] for i in free], target_ids)
+                for index, law in zip(free, drawn_from, strict=True):
+                    laws.setdefault(rows[index].row_slot, []).append(law)
+            return columns
 
         device = hidden.device
         last_tokens = [verified.tokens[-1].token_id for _, _, _, verified, _ in drafting]
@@ -141,6 +157,8 @@ class ModelRunner:
             output.draft_ids = draft_ids
             if draft.probs is not None:
                 self._draft_probs[row.row_slot] = draft.probs[index]
+            elif row.row_slot in laws:
+                self._draft_probs[row.row_slot] = torch.stack(laws[row.row_slot])
         return draft.is_routine
 
     def _score_prompts(self, rows: list[ScheduledRow], hidden: torch.Tensor, outputs: list[RowOutput]) -> None:
