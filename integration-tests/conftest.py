@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gemma3_parts import join_parts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.config import load_config
@@ -221,6 +222,11 @@ def speculators():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def gemma3_file(tmp_path_factory) -> Path:
+    return join_parts(tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class DraftModel:
         return KVCache.bytes_per_block(block_size=1, **self._geometry())
 
     def allocate(self, room: RowsRoom) -> None:
-        """Reserve the KV cache."""
+        """Reserve the KV cache, and run once, so that no request has to wait for what is done only then."""
         # Another tokenizer may need more tokens for the same text; rows beyond this are not drafted for.
         most = min(self.model.config.context_length, 2 * room.max_total_tokens, room.num_blocks * room.block_size)
         device = next(self.model.parameters()).device
@@ -72,6 +72,10 @@ class DraftModel:
         self._buffers = InputBuffers(
             max_rows=room.max_rows, max_blocks=-(-most // room.block_size), block_size=room.block_size, device=device
         )
+        self.sequence(0).continue_as([0])
+        with torch.inference_mode():
+            self.catch_up([0], [0], [0])
+        self.release(0)
 
     def sequence(self, row_slot: int) -> DraftSequence:
         """The row in a slot, begun if there was none."""

@@ -47,13 +47,15 @@ class Translator:
         text = b""
         for token_id in target_ids:
             role = self.roles.get(token_id)
-            if role is None and token_id != self.target.bos_token_id:
+            if token_id == self.target.bos_token_id and not text and len(context.token_ids) <= len(self._start):
+                continue  # the draft's own way to begin is there
+            if role is None:
                 text += self.target.token_bytes(token_id)
-            elif role is not None and [*context.token_ids, role] != self._start * 2:
-                self._add_text(context, text)
-                text = b""
-                context.token_ids.append(role)
-                context.num_fixed = len(context.token_ids)
+                continue
+            self._add_text(context, text)
+            text = b""
+            context.token_ids.append(role)
+            context.num_fixed = len(context.token_ids)
         self._add_text(context, text)
         if not context.token_ids:
             context.token_ids, context.num_fixed = list(self._nothing), len(self._nothing)

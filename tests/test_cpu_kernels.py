@@ -94,12 +94,30 @@ def test_a_row_of_linear_is_the_same_bits_in_every_batch(level):
     torch.set_num_threads(threads)
 
 
-def test_linear_stays_within_its_output():
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (33, 64), (100, 576), (257, 40)])
+def test_linear_of_int8_weights_is_that_of_what_they_stand_for(shape, level):
+    """All of -127..127, both signs, and a factor for each output."""
+    weight, bias = torch.randint(-127, 128, shape).float(), torch.randn(shape[0])
+    scales = torch.rand(shape[0]) / 100
+    panels = binding.to_panels(weight).to(torch.int8)
+    for num_rows in (*range(1, 14), 24, 37):
+        x = torch.randn(num_rows, shape[1])
+        expected = F.linear(x.double(), weight.double() * scales.double()[:, None], bias.double())
+        out = binding.linear(x, panels, shape[0], bias, scales)
+        torch.testing.assert_close(out.double(), expected, atol=5e-6 * shape[1] ** 0.5, rtol=1e-5)
+        row = num_rows - 1
+        assert torch.equal(binding.linear(x[row:], panels, shape[0], bias, scales)[0], out[row])
+
+
+@pytest.mark.parametrize("scales", [None, torch.full((21,), 0.5)])
+def test_linear_stays_within_its_output(scales):
     """The last panel and the last tile are partial; what lies behind the result must not change."""
-    weight, x = torch.randn(21, 8), torch.randn(13, 8)
+    weight, x = torch.randint(-100, 100, (21, 8)).float(), torch.randn(13, 8)
     panels, space = binding.to_panels(weight), torch.full((13 * 21 + 64,), 7.0)
-    binding.kernels().linear(13, x.data_ptr(), panels.data_ptr(), None, None, 21, 8, space.data_ptr(), 2)
-    torch.testing.assert_close(space[: 13 * 21].view(13, 21), x @ weight.T)
+    panels, factors = (panels, None) if scales is None else (panels.to(torch.int8), scales.data_ptr())
+    binding.kernels().linear(13, x.data_ptr(), panels.data_ptr(), factors, None, 21, 8, space.data_ptr(), 2)
+    expected = x @ weight.T * (1 if scales is None else 0.5)
+    torch.testing.assert_close(space[: 13 * 21].view(13, 21), expected, atol=1e-3, rtol=1e-5)
     assert (space[13 * 21 :] == 7.0).all()
 
 

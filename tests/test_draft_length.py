@@ -110,3 +110,18 @@ def test_a_fixed_length_is_the_cap():
         policy.observe(rate, 4, 0)
         policy.measure(5, 1, 4, 1.0, 0.9)
         assert policy.choose([rate], [3]) == [3]
+
+
+def test_another_round_must_bring_what_its_time_could_bring_otherwise():
+    """At 50 tokens a second without drafts, a round of 4 ms has to bring 0.2 tokens; where nothing is known, any."""
+    policy, rate = DraftLength(3), AcceptanceRate()
+    policy.choose([rate], [3])
+    assert policy.min_gain == 0.0
+    for _ in range(60):
+        policy.observe(rate, 1, 0)
+        policy.measure(1, 1, 1, 0.024, 0.004)
+    for number in (2, 3, 4):
+        policy.measure(number, 1, 0, 0.02, 0.0)
+    assert policy.choose([rate], [3]) == [0]
+    assert policy.min_gain == pytest.approx(0.2)
+    assert DraftLength(3, adapts=False).min_gain == 0.0

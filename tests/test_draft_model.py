@@ -126,3 +126,23 @@ def test_rows_far_behind_take_several_calls_and_those_without_room_none(model_an
     draft.release(0)
     assert [draft.catch_up([2], [0], [0])[0] for _ in range(3)] == [[], [], [0]]
     draft.check_integrity()
+
+
+@torch.inference_mode()
+def test_a_quantized_draft_model_is_nearly_the_same(model_and_oracle, model_helpers, tmp_path):
+    """Under the kernels, where small forwards are replayed, and without them."""
+    _, oracle = model_and_oracle
+    oracle.save_pretrained(tmp_path)
+    rows = [[token % VOCAB for token in range(start, start + 9)] for start in (1, 30)]
+    for attention in ("cpu", "torch"):
+        model = model_helpers.load(tmp_path, attention=attention)
+        model.quantize()
+        draft = make(model)
+        for slot, row in enumerate(rows):
+            draft.sequence(slot).continue_as(row[:-1])
+        draft.catch_up([0, 1], [1, 1], [0, 0])
+        logits = model.compute_logits(draft.append([0, 1], [row[-1] for row in rows]))
+        for got, row in zip(logits, rows, strict=True):
+            wanted = oracle(torch.tensor([row])).logits[0, -1]
+            assert torch.nn.functional.cosine_similarity(got, wanted, dim=0) > 0.995
+            assert not torch.allclose(got, wanted, atol=1e-4)  # it is quantized

@@ -135,3 +135,30 @@ def test_gated_activations(name, implementation):
     gate, up = torch.randn(2, 6, 33) * 4
     reference = {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[name] * up
     torch.testing.assert_close(GATED_ACTIVATIONS[name](torch.cat((gate, up), dim=-1)), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_a_quantized_matrix_is_near_the_weight_and_its_rows_are_what_it_multiplies_with(dtype, multiplies):
+    """Rows of very different sizes, one of zeros: each has a factor of its own."""
+    torch.manual_seed(1)
+    weight = (torch.randn(37, 24) * torch.logspace(-4, 3, 37)[:, None]).to(dtype)
+    weight[5] = 0
+    matrix, x, bias = (
+        Matrix(weight.clone(), multiplies=multiplies),
+        torch.randn(3, 24).to(dtype),
+        torch.randn(37).to(dtype),
+    )
+    matrix.quantize()
+    rows = matrix.rows(torch.arange(37))
+    assert rows.dtype is dtype and matrix.weight.dtype is torch.int8 and matrix.weight.abs().max() == 127
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    assert ((rows.float() - weight.float()).abs() <= largest * (0.5 / 127 + (dtype is torch.bfloat16) * 0.01)).all()
+    kept = matrix.weight.clone()
+    matrix.quantize()  # once is enough
+    assert torch.equal(matrix.weight, kept)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    expected = x.float() @ rows.float().T
+    atol = tolerance * float(expected.abs().max())
+    torch.testing.assert_close(matrix(x).float(), expected, atol=atol, rtol=tolerance)
+    torch.testing.assert_close(matrix(x, bias).float(), expected + bias.float(), atol=atol, rtol=tolerance)

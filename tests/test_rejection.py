@@ -5,10 +5,13 @@ import itertools
 import pytest
 import torch
 
+from specserve.models.sampling import sampler as sampler_module
+from specserve.models.sampling.noise import Purpose, row_keys
 from specserve.models.sampling.params import SamplingParams
 from specserve.models.sampling.sampler import Sampler, SampleRow
 from specserve.speculators.rejection import acceptance, residual
 from specserve.speculators.verify import VerifyRow, verify
+from specserve.speculators.vocabulary_mapping import VocabularyMapping
 
 CPU = torch.device("cpu")
 V, K = 4, 3
@@ -114,6 +117,37 @@ def test_controls_that_break_the_law(seed):
     assert total_variation(p, by_its_law) < 1e-12
 
 
+def restricted(table, mapping, order=None):
+    """Laws over a draft vocabulary, cut to what it shares with the target's and scattered to its ids.
+
+    `order` is that of the columns where it isn't the mapping's.
+    """
+    cut = {}
+    for history, law in table.items():
+        columns = law[mapping.draft_ids if order is None else order]
+        cut[history] = torch.zeros(V, dtype=torch.float64)
+        cut[history][mapping.target_ids] = columns / columns.sum()
+    return cut
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_of_another_vocabulary_keeps_the_law_exactly(seed, monkeypatch):
+    """Target 5, draft 6, of which 3 are shared; columns in another order than ids are scattered in must fail."""
+    for name, value in {"V": 5, "K": 2}.items():
+        monkeypatch.setitem(globals(), name, value)
+    p = laws(seed, 1.5)
+    monkeypatch.setitem(globals(), "V", 6)
+    drafts = {history: law for history, law in laws(100 + seed, 1.5).items() if all(token < 5 for token in history)}
+    monkeypatch.setitem(globals(), "V", 5)
+    mapping = VocabularyMapping(torch.tensor([4, 0, 3]), torch.tensor([0, 2, 3]))
+    q = restricted(drafts, mapping)
+    assert all(float(law.sum()) == pytest.approx(1) and law[1] == law[4] == 0 for law in q.values())
+    assert total_variation(p, emitted_law(p, q)) < 1e-12
+    assert total_variation(sparse(p, seed), emitted_law(sparse(p, seed), q)) < 1e-12
+    by_draft_id = restricted(drafts, mapping, mapping.draft_ids.sort().values)
+    assert total_variation(p, emitted_law(p, q, claimed=by_draft_id)) > 1e-2
+
+
 def test_equal_laws_and_impossible_tokens():
     law = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
     other = torch.tensor([[0.0, 0.5, 0.25, 0.25]], dtype=torch.float64)
@@ -143,19 +177,43 @@ def draw_drafts(generator, table):
     return torch.stack([first, second], dim=1)
 
 
-def bigram_counts(drafted, claimed, num_rounds=NUM_ROUNDS):
+def given(drafted, claimed):
+    """Drafts from outside, each row's with the law that it claims to be drawn from."""
+    generator = torch.Generator().manual_seed(7)
+
+    def propose(sampler):
+        for first, second in draw_drafts(generator, drafted).tolist():
+            law = None if claimed is None else torch.stack([claimed[()], claimed[(first,)]])
+            yield (first, second), law
+
+    return propose
+
+
+def drawn_from_part(sampler):
+    """Drafts that the sampler draws itself, from laws over three of the four tokens."""
+    part = torch.tensor([0, 2, 3])
+    rows = [SampleRow(row, 1, 0) for row in range(ROWS)]
+    logits = torch.stack([DRAFT[()][part]] * ROWS).log().float()
+    columns, first_laws = sampler.draw_drafts(logits, rows, part)
+    firsts = part[columns].tolist()
+    logits = torch.stack([DRAFT[(first,)][part] for first in firsts]).log().float()
+    columns, second_laws = sampler.draw_drafts(logits, [SampleRow(row, 2, 0) for row in range(ROWS)], part)
+    assert (first_laws[:, 1] == 0).all() and first_laws.sum(dim=1).allclose(torch.ones(ROWS, dtype=torch.float64))
+    seconds = part[columns].tolist()
+    yield from zip(zip(firsts, seconds, strict=True), torch.stack([first_laws, second_laws], dim=1), strict=True)
+
+
+def bigram_counts(propose, num_rounds=NUM_ROUNDS):
     """Counts [V, V] of the first two tokens over so many rounds, each with a seed of its own."""
     counts = torch.zeros(V, V)
-    generator = torch.Generator().manual_seed(7)
     for round_number in range(num_rounds // ROWS):
         sampler = Sampler(ROWS, V, CPU)
         for row in range(ROWS):
             sampler.admit(row, SamplingParams(temperature=1.0, seed=round_number * ROWS + row), [0], [])
-        rows, logits, firsts = [], [], draw_drafts(generator, drafted).tolist()
-        for row, (first, second) in enumerate(firsts):
-            law = None if claimed is None else torch.stack([claimed[()], claimed[(first,)]])
-            rows.append(VerifyRow(row, 1, 0, (first, second), law))
-            logits += [TARGET[()], TARGET[(first,)], TARGET[(first, second)]]
+        rows, logits = [], []
+        for row, (draft_ids, law) in enumerate(propose(sampler)):
+            rows.append(VerifyRow(row, 1, 0, draft_ids, law))
+            logits += [TARGET[()], TARGET[draft_ids[:1]], TARGET[draft_ids]]
         again_rows, again_logits, begun = [], [], []
         for row, verified in enumerate(verify(torch.stack(logits).log().float(), sampler, rows)):
             tokens = [token.token_id for token in verified.tokens]
@@ -184,17 +242,27 @@ def p_value(counts):
 
 
 def test_the_law_of_rejection_through_the_sampler():
-    assert p_value(bigram_counts(DRAFT, DRAFT)) > 1e-9
+    assert p_value(bigram_counts(given(DRAFT, DRAFT))) > 1e-9
+
+
+def test_the_law_of_drafts_that_the_sampler_draws():
+    """From a part of the vocabulary, with noise that is neither the target's nor that of acceptance."""
+    assert p_value(bigram_counts(drawn_from_part)) > 1e-9
+
+
+def test_drafts_drawn_with_the_noise_of_their_acceptance_break_the_law(monkeypatch):
+    monkeypatch.setattr(sampler_module, "row_keys", lambda rows, purpose: row_keys(rows, Purpose.ACCEPT))
+    assert p_value(bigram_counts(drawn_from_part, 40_000)) < 1e-9
 
 
 def test_the_law_of_matched_drafts_through_the_sampler():
-    assert p_value(bigram_counts(DRAFT, None)) > 1e-9
+    assert p_value(bigram_counts(given(DRAFT, None))) > 1e-9
 
 
 @pytest.mark.parametrize("control", ["permuted", "argmax against raw"])
 def test_controls_through_the_sampler(control):
     drafted, claimed = (DRAFT, permuted(DRAFT)) if control == "permuted" else (one_hot(DRAFT), DRAFT)
-    assert p_value(bigram_counts(drafted, claimed, 40_000)) < 1e-9
+    assert p_value(bigram_counts(given(drafted, claimed), 40_000)) < 1e-9
 
 
 def test_coupled_drafts_are_the_tokens_of_the_target_where_the_laws_agree():
