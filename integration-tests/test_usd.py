@@ -120,9 +120,9 @@ def test_drafts_of_another_tokenizer_under_preemption_change_nothing(
     jobs = [(text, {**options, "usd_method": ("tli", "slem")[n % 2]}) for n, (text, options) in enumerate(jobs)]
     plain = [({k: v for k, v in options.items() if k != "usd_method"}, text) for text, options in jobs]
     expected = [outside(plain_tiny.generate(text, **options)) for options, text in plain]
-    cache = ("--kv-cache-memory", "576KiB", "--block-size", "4")
+    cache = ("--kv-cache-memory", "108KiB", "--block-size", "4", "--max-total-tokens", "256")
     server = start_server(
-        "--model-id", str(tiny_model), *usd(letters_model, "--speculator-dtype", dtype), *SMALL, *cache, *LOCAL
+        "--model-id", str(tiny_model), *usd(letters_model, "--speculator-dtype", dtype, *FIXED), *SMALL, *cache, *LOCAL
     )
     with served(server) as client:
         answers = answer_all(client, jobs, 12)
@@ -172,7 +172,7 @@ def test_a_draft_context_that_is_full_ends_the_drafts_not_the_answer(
             ("--speculator-id", "{letters}", "--kv-cache-memory", "100"),
             ["100 bytes", "one block of", "for the draft model"],
         ),
-        (("--speculator-id", "{nowhere}"), ["--speculator-id", "{nowhere}"]),
+        (("--speculator-id", "{nowhere}"), ["--speculator-id '{nowhere}'", "no such file"]),
     ],
 )
 def test_a_draft_model_that_does_not_do_costs_one_line(flags, parts, tiny_model, letters_model, start_server, tmp_path):
@@ -184,7 +184,7 @@ def test_a_draft_model_that_does_not_do_costs_one_line(flags, parts, tiny_model,
         "--model-id", str(tiny_model), "--speculator", "usd", *(flag.format(**names) for flag in flags), *LOCAL
     )
     assert server.wait_exit() == 1
-    (line,) = [line for line in server.lines if line.startswith("error: ")]
+    (line,) = [line for line in server.lines if "ERROR" in line]
     assert all(part.format(**names) in line for part in parts), line
     assert "Traceback" not in server.output
 
