@@ -145,8 +145,20 @@ def test_the_same_tokenizer_needs_no_mapping(plain_tiny, tiny_model, make_tiny_m
         for (text, options), answer in zip(jobs, answer_all(client, jobs, 4), strict=True):
             assert outside(answer) == outside(plain_tiny.generate(text, **options))
         for text in PROMPTS:
-            summary = client.generate(text, max_new_tokens=61, ignore_eos=True).summary
-            assert (summary.drafted_tokens, summary.accepted_tokens) == (45, 45)
+            for options in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 1}, {"top_p": 0.9}):
+                summary = client.generate(text, max_new_tokens=61, ignore_eos=True, **options).summary
+                assert (summary.drafted_tokens, summary.accepted_tokens) == (45, 45), options
+
+
+def test_rows_of_padding_and_another_vocabulary_size_are_no_other_tokenizer(
+    plain_tiny, tiny_model, make_tiny_model, start_server, tmp_path
+):
+    folder = make_tiny_model(tmp_path / "padded", seed=5, vocab_size=49152 + 128, hidden_size=16)
+    server = start_server("--model-id", str(tiny_model), *usd(folder, *FIXED), *SMALL, *LOCAL)
+    with served(server) as client:
+        assert "same tokenizer" in server.output
+        for text, options in mixed_requests(PROMPTS, 34, 30):
+            assert outside(client.generate(text, **options)) == outside(plain_tiny.generate(text, **options))
 
 
 def test_a_draft_context_that_is_full_ends_the_drafts_not_the_answer(
@@ -154,13 +166,17 @@ def test_a_draft_context_that_is_full_ends_the_drafts_not_the_answer(
 ):
     """The draft was made for 512 positions, and needs several tokens where the target needs one."""
     text = "Überraschung! " * 60
-    server = start_server("--model-id", str(tiny_model), *usd(letters_model), *SMALL, *LOCAL)
+    server = start_server("--model-id", str(tiny_model), *usd(letters_model, *FIXED), *SMALL, *LOCAL)
     options = {"max_new_tokens": 30, "ignore_eos": True}
     with served(server) as client:
         answer = client.generate(text, **options)
         assert answer.token_ids == plain_tiny.generate(text, **options).token_ids
         assert answer.summary.drafted_tokens == 0
-        assert client.generate("a", **options).summary.drafted_tokens > 0
+        options = {"max_new_tokens": 200, "ignore_eos": True}
+        for text in ("a", "Überraschung! " * 12):  # in the middle of the answer
+            answer = client.generate(text, **options)
+            assert answer.token_ids == plain_tiny.generate(text, **options).token_ids
+            assert 0 < answer.summary.drafted_tokens < 8 * 150
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,13 @@ class DraftSequence:
 
     def continue_as(self, token_ids: Sequence[int]) -> None:
         """The tokens are these now; what is computed of their beginning stays."""
-        same, most = 0, min(len(token_ids), self.num_computed_tokens, len(self.token_ids))
-        while same < most and self.token_ids[same] == token_ids[same]:
+        old, new = self.token_ids, list(token_ids)
+        same, less = min(len(new), self.num_computed_tokens, len(old)), 1
+        while old[:same] != new[:same]:  # hardly ever, and then near the end
+            same, less = max(0, same - less), 2 * less
+        while same < min(len(new), self.num_computed_tokens, len(old)) and old[same] == new[same]:
             same += 1
-        self.num_computed_tokens = same
-        self.token_ids = list(token_ids)
+        self.num_computed_tokens, self.token_ids = same, new
 
 
 @dataclass(frozen=True, slots=True)
