@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("model", help="the .gguf file of Gemma-3-270M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--modes", default="", help="only those with this in their names")
     parser.add_argument("--usd-flags", default="--speculator usd --speculator-id demo")
     arguments = parser.parse_args()
     base = ("--model-id", arguments.model, "--max-total-tokens", "1024")
@@ -83,6 +84,8 @@ def main() -> None:
         Client(usd_address, timeout_s=300) as usd,
     ):
         for mode, (num_streams, sampling) in MODES.items():
+            if arguments.modes not in mode:
+                continue
             options = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True, **sampling}
             # [prompt] -> seconds a token of each round
             seconds: dict[str, list[list[float]]] = {"plain": [[] for _ in PROMPTS], "usd": [[] for _ in PROMPTS]}

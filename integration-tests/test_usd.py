@@ -9,6 +9,7 @@ import pytest
 import torch
 from drafts import write_letters_tokenizer, write_shuffled_demo
 from mixed import answer_all, mixed_requests, outside, served
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.hub import resolve_model
@@ -43,6 +44,15 @@ def letters_model(tmp_path_factory):
 
 def usd(folder, *flags):
     return ("--speculator", "usd", "--speculator-id", str(folder), *flags)
+
+
+def break_model(folder, path):
+    """A copy with a NaN in a row of the head."""
+    shutil.copytree(folder, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][40, 3] = torch.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def test_a_shuffled_and_thinned_copy_of_the_target_is_right(demo, start_server, shuffled_demo):
@@ -111,11 +121,13 @@ def test_a_seed_is_kept_under_rejection(demo, start_server, shuffled_demo):
         assert again.token_ids != free[0].token_ids  # so this was the other rule
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(("dtype", "is_broken"), [("float32", False), ("int8", False), ("float32", True)])
 def test_drafts_of_another_tokenizer_under_preemption_change_nothing(
-    dtype, plain_tiny, tiny_model, letters_model, start_server, wait_until_idle
+    dtype, is_broken, plain_tiny, tiny_model, letters_model, start_server, wait_until_idle, tmp_path
 ):
-    """Hardly ever right, characters that it can't spell, little KV for both models."""
+    """Hardly ever right, or no numbers at all; little KV for both models."""
+    if is_broken:
+        letters_model = break_model(letters_model, tmp_path / "broken")
     jobs = mixed_requests(PROMPTS, 60, 120)
     jobs = [(text, {**options, "usd_method": ("tli", "slem")[n % 2]}) for n, (text, options) in enumerate(jobs)]
     plain = [({k: v for k, v in options.items() if k != "usd_method"}, text) for text, options in jobs]
@@ -147,7 +159,8 @@ def test_the_same_tokenizer_needs_no_mapping(plain_tiny, tiny_model, make_tiny_m
         for text in PROMPTS:
             for options in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 1}, {"top_p": 0.9}):
                 summary = client.generate(text, max_new_tokens=61, ignore_eos=True, **options).summary
-                assert (summary.drafted_tokens, summary.accepted_tokens) == (45, 45), options
+                assert summary.accepted_tokens == summary.drafted_tokens, options
+                assert summary.drafted_tokens == 45 or options, options  # a special token that is drawn ends a draft
 
 
 def test_rows_of_padding_and_another_vocabulary_size_are_no_other_tokenizer(

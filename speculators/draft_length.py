@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 
 PROBE_INTERVAL = 48  # after so many steps a row drafts one token more, to see whether that pays by now
+MARGIN = (
+    0.03  # by which drafts must promise more tokens a second, since to begin with them costs too (a prompt to read)
+)
 MEASUREMENTS = 7  # kept of each kind; the median counts
 DECAY = 0.96  # of what a row's earlier drafts say, per draft
 PRIOR_WEIGHT = 6.0  # drafts that the average over all rows counts for in a row
@@ -66,7 +69,8 @@ class DraftLength:
         lengths, best = [0] * num_rows, [0] * num_rows
         expected, rounds = float(num_rows), 0
         seconds_a_round = self._draft_seconds.at(num_rows) or 0.0
-        best_speed = expected / (self._verify_seconds.at(num_rows) or 1.0)
+        plain_speed = expected / (self._verify_seconds.at(num_rows) or 1.0)
+        best_speed = plain_speed * (1 if all(rate.trials for rate in rates) else 1 + MARGIN)
         for count, (chance, position, row) in enumerate(slots, 1):
             lengths[row] = position + 1
             expected -= chance
@@ -74,7 +78,7 @@ class DraftLength:
             speed = expected / ((self._verify_seconds.at(num_rows + count) or 1.0) + rounds * seconds_a_round)
             if speed > best_speed:
                 best_speed, best = speed, list(lengths)
-        self.min_gain = best_speed * seconds_a_round
+        self.min_gain = (best_speed if any(best) else plain_speed) * seconds_a_round
         self._num_steps += 1
         if self._num_steps % PROBE_INTERVAL == 0:
             probed = self._num_steps // PROBE_INTERVAL % num_rows

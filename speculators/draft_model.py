@@ -28,16 +28,6 @@ class DraftSequence:
     prefix_entry: int = 0
     num_known_blocks: int = 0  # of block_table, to the input buffers
 
-    def continue_as(self, token_ids: Sequence[int]) -> None:
-        """The tokens are these now; what is computed of their beginning stays."""
-        old, new = self.token_ids, list(token_ids)
-        same, less = min(len(new), self.num_computed_tokens, len(old)), 1
-        while old[:same] != new[:same]:  # hardly ever, and then near the end
-            same, less = max(0, same - less), 2 * less
-        while same < min(len(new), self.num_computed_tokens, len(old)) and old[same] == new[same]:
-            same += 1
-        self.num_computed_tokens, self.token_ids = same, new
-
 
 @dataclass(frozen=True, slots=True)
 class _Share:
@@ -74,14 +64,20 @@ class DraftModel:
         self._buffers = InputBuffers(
             max_rows=room.max_rows, max_blocks=-(-most // room.block_size), block_size=room.block_size, device=device
         )
-        self.sequence(0).continue_as([0])
+        self.continue_as(0, [0])
         with torch.inference_mode():
             self.catch_up([0], [0], [0])
         self.release(0)
 
-    def sequence(self, row_slot: int) -> DraftSequence:
-        """The row in a slot, begun if there was none."""
-        return self._sequences.setdefault(row_slot, DraftSequence())
+    def continue_as(self, row_slot: int, token_ids: Sequence[int]) -> None:
+        """The tokens of a row are these now; what is computed of their beginning stays."""
+        seq, new = self._sequences.setdefault(row_slot, DraftSequence()), list(token_ids)
+        same = _num_same(seq.token_ids, new, seq.num_computed_tokens)
+        if same < seq.num_cached_blocks * self._blocks.block_size:  # other rows may have those blocks too
+            self._blocks.free(seq)
+            self._buffers.release(row_slot)
+            seq.num_known_blocks = same = 0
+        seq.num_computed_tokens, seq.token_ids = same, new
 
     def release(self, row_slot: int) -> None:
         """Forget a row."""
@@ -100,7 +96,7 @@ class DraftModel:
         """
         ready, shares, budget = [], [], self._max_batch_tokens
         for index, (row_slot, drafts) in enumerate(zip(row_slots, num_drafts, strict=True)):
-            seq = self.sequence(row_slot)
+            seq = self._sequences[row_slot]
             if not seq.block_table:
                 self._blocks.adopt_prefix(seq, self._blocks.find_prefix(seq))
             num_tokens = len(seq.token_ids) + drafts
@@ -153,3 +149,14 @@ class DraftModel:
             "head_dim": config.head_dim,
             "dtype": self.model.dtype,
         }
+
+
+def _num_same(old: list[int], new: list[int], most: int) -> int:
+    """Equal leading tokens, `most` at most; they hardly ever differ, and then near the end."""
+    most = same = min(most, len(old), len(new))
+    step = 1
+    while old[:same] != new[:same]:
+        same, step = max(0, same - step), 2 * step
+    while same < most and old[same] == new[same]:
+        same += 1
+    return same

@@ -49,11 +49,19 @@ class Retokenizer:
             window *= 2
 
     def continuation(self, token_ids: Sequence[int], added: bytes) -> list[int]:
-        """Tokens of `added` behind others, which stay; none where the tokenizer would join what meets there."""
+        """Tokens of `added` behind others, which stay, even where the tokenizer would join what meets there.
+
+        None if it can't be told what `added` is there, because the tokenizer puts a space before it.
+        """
         text = b"".join(map(self.token_bytes, token_ids)) + added
         new_ids = self._encode(text) or []
         begin = self._begins(new_ids, text).get(len(added))
-        return [] if begin is None else new_ids[begin:]
+        if begin is not None:
+            return new_ids[begin:]
+        alone = self._encode(added) or []
+        if alone and self.token_bytes(alone[0]) == self._dummy_prefix:
+            del alone[0]
+        return alone if b"".join(map(self.token_bytes, alone)) == added else []
 
     def _begins(self, token_ids: Sequence[int], text: bytes) -> dict[int, int]:
         """Distance from the end of the text -> index of the token that begins there.

@@ -10,6 +10,7 @@ Where both vocabularies are the same there is nothing to restrict. In every case
 in its own tokens (translator.py).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,8 @@ class _Row:
     pending: list[int]  # tokens of the target that the context lacks
     context: DraftContext = field(default_factory=DraftContext)
     last_ids: list[int] = field(default_factory=list)  # the target's, as many as SLEM tokenizes again
-    drafted: list[int] = field(default_factory=list)  # at last
-    confidences: list[float] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # at last, in tokens of the target
+    chain: "_Chain | None" = None  # behind that
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class _Chain:
 
     length: int  # wanted, in tokens
     draft_ids: list[int] = field(default_factory=list)
-    target_ids: list[int] = field(default_factory=list)  # TLI
+    target_ids: list[int] = field(default_factory=list)  # the same tokens (TLI)
     confidences: list[float] = field(default_factory=list)
     chance: float = 1.0  # that all of it is right
 
@@ -70,7 +71,7 @@ class UsdSpeculator(Speculator):
         self._model, self._head = DraftModel(model), head
         self._to_target = Retokenizer(translator.target, translator.target.ids_by_bytes())
         self._rows: dict[int, _Row] = {}
-        self._confidence = Confidence()
+        self._confidence = {method: Confidence() for method in (UsdMethod.TLI, UsdMethod.SLEM)}
 
     def kv_bytes_per_token(self) -> int:
         """See Speculator."""
@@ -90,8 +91,9 @@ class UsdSpeculator(Speculator):
         same = 0
         while same < min(len(token_ids), len(row.drafted)) and token_ids[same] == row.drafted[same]:
             same += 1
-        self._confidence.observe(row.confidences, same)
-        row.drafted, row.confidences = [], []
+        if row.chain is not None and row.chain.confidences:
+            self._confidence[row.method].observe(row.chain.confidences, self._num_right(row, same))
+        row.drafted, row.chain = [], None
         row.pending += token_ids
 
     def release(self, row_slot: int) -> None:
@@ -120,7 +122,7 @@ class UsdSpeculator(Speculator):
         self.translator.extend(row.context, row.pending)
         row.last_ids = (row.last_ids + row.pending)[-WINDOW:]
         row.pending = []
-        self._model.sequence(row_slot).continue_as(row.context.token_ids)
+        self._model.continue_as(row_slot, row.context.token_ids)
 
     def _run(self, rows: ProposalInput, states: Sequence[_Row], chains: Sequence[_Chain]) -> None:
         """Lengthen the chains, a round of all rows at a time, as far as that pays."""
@@ -131,7 +133,8 @@ class UsdSpeculator(Speculator):
             self._choose(rows, states, chains, active, hidden)
             alive = [index for index in active if len(chains[index].draft_ids) < chains[index].length]
             alive = [index for index in alive if chains[index].draft_ids[-1] not in self.translator.draft.special_ids]
-            if sum(chains[index].chance for index in alive) * self._confidence.average < rows.min_gain:
+            averages = (self._confidence[states[index].method].average for index in alive)
+            if sum(chains[i].chance * average for i, average in zip(alive, averages, strict=True)) < rows.min_gain:
                 break
             active = alive
             if active:
@@ -155,30 +158,36 @@ class UsdSpeculator(Speculator):
             own = hidden if len(places) == len(active) else hidden[places]
             indices = [active[place] for place in places]
             step = len(chains[indices[0]].draft_ids)
+            logits = self._head(own) if method is UsdMethod.TLI else self._model.model.compute_logits(own)
             if method is UsdMethod.SLEM:
-                draft_ids = argmax(self._model.model.compute_logits(own)).clamp_(min=0)
-                target_ids, confidences = draft_ids, None
+                draft_ids = target_ids = argmax(logits).clamp_(min=0)
             else:
-                logits = self._head(own)
-                confidences = (logits.amax(dim=1) - log_z(logits)).exp()
                 shared_ids = None if self.mapping is None else self.mapping.target_ids
                 columns = rows.choose(logits, step, shared_ids, indices)
                 draft_ids = columns if self.mapping is None else self.mapping.draft_ids[columns]
                 target_ids = columns if self.mapping is None else self.mapping.to_target(columns)
-            for index, *ids in zip(indices, draft_ids.tolist(), target_ids.tolist(), strict=True):
-                chains[index].draft_ids.append(ids[0])
-                chains[index].target_ids.append(ids[1])
-            for index, confidence in zip(indices, [] if confidences is None else confidences.tolist(), strict=False):
+            confidences = (logits.amax(dim=1) - log_z(logits)).exp().nan_to_num(0.0)
+            lists = (draft_ids.tolist(), target_ids.tolist(), confidences.tolist())
+            for index, draft_id, target_id, confidence in zip(indices, *lists, strict=True):
+                chains[index].draft_ids.append(draft_id)
+                chains[index].target_ids.append(target_id)
                 chains[index].confidences.append(confidence)
-                chains[index].chance *= self._confidence.chance(confidence)
+                chains[index].chance *= self._confidence[method].chance(confidence)
 
     def _finish(self, row: _Row, chain: _Chain) -> list[int]:
         """The draft in tokens of the target."""
-        if row.method is UsdMethod.SLEM:
-            row.drafted = self._retokenize(row, chain)[: chain.length]
-        else:
-            row.drafted, row.confidences = chain.target_ids, chain.confidences
+        is_text = row.method is UsdMethod.SLEM
+        row.drafted = self._retokenize(row, chain)[: chain.length] if is_text else chain.target_ids
+        row.chain = chain if row.drafted else None
         return row.drafted
+
+    def _num_right(self, row: _Row, num_accepted: int) -> int:
+        """Tokens of the chain that were right, where so many of the draft were accepted."""
+        if row.method is UsdMethod.TLI or row.chain is None:
+            return num_accepted
+        sizes = [len(self.translator.draft.token_bytes(token_id)) for token_id in row.chain.draft_ids]
+        accepted = sum(len(self.translator.target.token_bytes(token_id)) for token_id in row.drafted[:num_accepted])
+        return sum(end <= accepted for end in itertools.accumulate(sizes))
 
     def _retokenize(self, row: _Row, chain: _Chain) -> list[int]:
         draft, added = self.translator.draft, b""

@@ -125,3 +125,16 @@ def test_another_round_must_bring_what_its_time_could_bring_otherwise():
     assert policy.choose([rate], [3]) == [0]
     assert policy.min_gain == pytest.approx(0.2)
     assert DraftLength(3, adapts=False).min_gain == 0.0
+
+
+def test_a_row_begins_with_drafts_only_for_a_gain_that_is_worth_a_prompt():
+    """Drafts that bring 2 %: a row that drafts goes on, one that never did doesn't begin."""
+    policy, old, new = DraftLength(1), AcceptanceRate(), AcceptanceRate()
+    for _ in range(400):
+        policy.observe(old, 1, 1)
+        policy.observe(old, 1, 0)
+        policy.measure(1, 1, 1, 0.02 + 0.0085, 0.0085)
+        policy.measure(2, 1, 0, 0.0208, 0.0)
+    gain = 1.5 / (0.0208 + 0.0085) / (1 / 0.02)
+    assert 1.0 < gain < 1.03
+    assert policy.choose([old], [1]) == [1] and policy.choose([new], [1]) == [0]

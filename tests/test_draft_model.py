@@ -68,7 +68,7 @@ def test_rows_grow_shrink_change_and_leave(model_and_oracle):
                 draft.release(slot)
         some = sorted(rng.sample(range(4), rng.randrange(1, 5)))
         for slot in some:
-            draft.sequence(slot).continue_as(texts[slot])
+            draft.continue_as(slot, texts[slot])
         ready, hidden = draft.catch_up(some, [3] * len(some), [max(0, len(texts[slot]) - 5) for slot in some])
         assert ready == list(range(len(some)))
         rows = [list(texts[slot]) for slot in some]
@@ -97,15 +97,34 @@ def test_a_known_beginning_is_not_computed_again(model_and_oracle, monkeypatch):
     monkeypatch.setattr(draft, "_run", count)
     text = [token % VOCAB for token in range(7, 27)]
     for slot in (0, 1):
-        draft.sequence(slot).continue_as(text)
+        draft.continue_as(slot, text)
         _, hidden = draft.catch_up([slot], [2], [18])
         assert_logits(draft, oracle, hidden, [text])
     draft.append([0], [5])
     draft.append([0], [6])
-    draft.sequence(0).continue_as([*text, 5, 9])
+    draft.continue_as(0, [*text, 5, 9])
     _, hidden = draft.catch_up([0], [0], [18])
     assert_logits(draft, oracle, hidden, [[*text, 5, 9]])
     assert computed == [20, 4, 1, 1, 1]
+
+
+@torch.inference_mode()
+def test_a_row_that_changes_what_others_share_leaves_it_to_them(model_and_oracle):
+    model, oracle = model_and_oracle
+    draft = make(model)
+    text = [token % VOCAB for token in range(7, 27)]
+    for slot in (0, 1):
+        draft.continue_as(slot, text)
+        draft.catch_up([slot], [1], [20])
+    changed = [*text[:6], 3, 4, 5]
+    draft.continue_as(0, changed)
+    draft.continue_as(1, [*text, 8])
+    _, hidden = draft.catch_up([0, 1], [1, 1], [9, 21])
+    assert_logits(draft, oracle, hidden, [changed, [*text, 8]])
+    draft.continue_as(2, text)
+    _, hidden = draft.catch_up([2], [1], [20])
+    assert_logits(draft, oracle, hidden, [text])
+    draft.check_integrity()
 
 
 @torch.inference_mode()
@@ -114,14 +133,14 @@ def test_rows_far_behind_take_several_calls_and_those_without_room_none(model_an
     draft = make(model, num_blocks=10, max_batch_tokens=8)
     long, short = [token % VOCAB for token in range(17)], [1, 2, 3]
     for slot, text in enumerate((long, short)):
-        draft.sequence(slot).continue_as(text)
+        draft.continue_as(slot, text)
     assert [draft.catch_up([0, 1], [1, 1], [0, 0])[0] for _ in range(2)] == [[], []]
     ready, hidden = draft.catch_up([0, 1], [1, 1], [0, 0])
     assert ready == [0, 1]
     assert_logits(draft, oracle, hidden, [long, short])
-    draft.sequence(2).continue_as([*range(20)])  # 10 blocks hold 40 tokens
+    draft.continue_as(2, [*range(20)])  # 10 blocks hold 40 tokens
     assert draft.catch_up([2], [0], [0])[0] == []
-    draft.sequence(1).continue_as([1] * 62)  # the model was made for 64
+    draft.continue_as(1, [1] * 62)  # the model was made for 64
     assert draft.catch_up([1], [3], [0])[0] == []
     draft.release(0)
     assert [draft.catch_up([2], [0], [0])[0] for _ in range(3)] == [[], [], [0]]
@@ -139,7 +158,7 @@ def test_a_quantized_draft_model_is_nearly_the_same(model_and_oracle, model_help
         model.quantize()
         draft = make(model)
         for slot, row in enumerate(rows):
-            draft.sequence(slot).continue_as(row[:-1])
+            draft.continue_as(slot, row[:-1])
         draft.catch_up([0, 1], [1, 1], [0, 0])
         logits = model.compute_logits(draft.append([0, 1], [row[-1] for row in rows]))
         for got, row in zip(logits, rows, strict=True):

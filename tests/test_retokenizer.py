@@ -90,3 +90,20 @@ def test_a_text_that_the_tokenizer_refuses_is_left_out(demo_tokenizer, monkeypat
     monkeypatch.setattr(demo_tokenizer, "encode", refuse)
     followed = follow(Retokenizer(demo_tokenizer, {}), [b"a", b"!", b" b"])
     assert followed == encode("a b", add_special_tokens=False)
+
+
+def test_what_comes_behind_tokens_that_stay(byte_level, demo_tokenizer, sentencepiece, sentencepiece_tokenizer):
+    """The tokens of the whole text where it splits there; else those of what is added, without a made-up space."""
+    for retokenizer, tokenizer in ((byte_level, demo_tokenizer), (sentencepiece, sentencepiece_tokenizer)):
+
+        def encode(text, tokenizer=tokenizer):
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        for before, added in (("The tree", " and the"), ("a", "\n\nthe"), ("it", "'s here"), ("日", "本 a")):
+            first, whole = encode(before), encode(before + added)
+            if whole[: len(first)] == first:
+                assert retokenizer.continuation(first, added.encode()) == whole[len(first) :]
+        joined = retokenizer.continuation(encode("th"), b"e an")
+        assert b"".join(map(tokenizer.token_bytes, joined)) in (b"e an", b"")
+        assert joined or tokenizer is sentencepiece_tokenizer
+    assert byte_level.continuation(demo_tokenizer.encode("hel", False, False), b"lo you")
