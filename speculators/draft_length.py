@@ -13,10 +13,8 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-PROBE_INTERVAL = 48  # after so many steps a row drafts one token more, to see whether that pays by now
-MARGIN = (
-    0.03  # by which drafts must promise more tokens a second, since to begin with them costs too (a prompt to read)
-)
+PROBE_INTERVAL = 48  # after so many steps a row drafts one token more, to see whether that pays by now; but later if
+MAX_PROBE_SHARE = 0.01  # the time that a drafter needs to catch up there would be more than this of all time
 MEASUREMENTS = 7  # kept of each kind; the median counts
 DECAY = 0.96  # of what a row's earlier drafts say, per draft
 PRIOR_WEIGHT = 6.0  # drafts that the average over all rows counts for in a row
@@ -53,7 +51,8 @@ class DraftLength:
         self._overall = AcceptanceRate()
         self._verify_seconds = _Medians()  # by query tokens
         self._draft_seconds = _Medians()  # a round, by rows
-        self._num_steps = 0
+        self._catch_up_seconds = _Medians()
+        self._steps_since_probe = self._num_probes = 0
         self.min_gain = 0.0  # tokens that a round of drafting must bring to pay, at what was chosen last
 
     def choose(self, rates: Sequence[AcceptanceRate], caps: Sequence[int]) -> list[int]:
@@ -69,8 +68,7 @@ class DraftLength:
         lengths, best = [0] * num_rows, [0] * num_rows
         expected, rounds = float(num_rows), 0
         seconds_a_round = self._draft_seconds.at(num_rows) or 0.0
-        plain_speed = expected / (self._verify_seconds.at(num_rows) or 1.0)
-        best_speed = plain_speed * (1 if all(rate.trials for rate in rates) else 1 + MARGIN)
+        best_speed = expected / (self._verify_seconds.at(num_rows) or 1.0)
         for count, (chance, position, row) in enumerate(slots, 1):
             lengths[row] = position + 1
             expected -= chance
@@ -78,10 +76,12 @@ class DraftLength:
             speed = expected / ((self._verify_seconds.at(num_rows + count) or 1.0) + rounds * seconds_a_round)
             if speed > best_speed:
                 best_speed, best = speed, list(lengths)
-        self.min_gain = (best_speed if any(best) else plain_speed) * seconds_a_round
-        self._num_steps += 1
-        if self._num_steps % PROBE_INTERVAL == 0:
-            probed = self._num_steps // PROBE_INTERVAL % num_rows
+        self.min_gain = best_speed * seconds_a_round
+        self._steps_since_probe += 1
+        if self._steps_since_probe >= self._probe_interval(num_rows):
+            self._steps_since_probe = 0
+            self._num_probes += 1
+            probed = self._num_probes % num_rows
             best[probed] = min(best[probed] + 1, caps[probed])
         return best
 
@@ -95,6 +95,14 @@ class DraftLength:
         self._verify_seconds.add(num_tokens, seconds - draft_seconds)
         if rounds:
             self._draft_seconds.add(num_rows, draft_seconds / rounds)
+
+    def measure_catch_up(self, seconds: float) -> None:
+        """Drafting took so long in a step before which it had been left undone."""
+        self._catch_up_seconds.add(0, seconds)
+
+    def _probe_interval(self, num_rows: int) -> float:
+        catching_up, step = self._catch_up_seconds.at(0), self._verify_seconds.at(num_rows)
+        return max(PROBE_INTERVAL, catching_up / step / MAX_PROBE_SHARE if catching_up and step else 0.0)
 
     def _chances(self, rate: AcceptanceRate, cap: int) -> list[float]:
         """The chance that a draft and all before it are right, for each position below the cap."""

@@ -127,14 +127,14 @@ def test_another_round_must_bring_what_its_time_could_bring_otherwise():
     assert DraftLength(3, adapts=False).min_gain == 0.0
 
 
-def test_a_row_begins_with_drafts_only_for_a_gain_that_is_worth_a_prompt():
-    """Drafts that bring 2 %: a row that drafts goes on, one that never did doesn't begin."""
-    policy, old, new = DraftLength(1), AcceptanceRate(), AcceptanceRate()
-    for _ in range(400):
-        policy.observe(old, 1, 1)
-        policy.observe(old, 1, 0)
-        policy.measure(1, 1, 1, 0.02 + 0.0085, 0.0085)
-        policy.measure(2, 1, 0, 0.0208, 0.0)
-    gain = 1.5 / (0.0208 + 0.0085) / (1 / 0.02)
-    assert 1.0 < gain < 1.03
-    assert policy.choose([old], [1]) == [1] and policy.choose([new], [1]) == [0]
+def test_probes_of_a_drafter_that_has_to_catch_up_are_rare():
+    """Drafts that never pay, steps of 20 ms: a probe in 48 steps; one in 500 where it takes 100 ms to catch up."""
+    for catching_up, expected in ((None, 20), (0.1, 2)):
+        policy, rate = DraftLength(2), AcceptanceRate()
+        for _ in range(60):
+            policy.observe(rate, 1, 0)
+            policy.measure(1, 1, 1, 0.03, 0.01)
+            if catching_up:
+                policy.measure_catch_up(catching_up)
+        probes = sum(sum(policy.choose([rate], [2])) for _ in range(PROBE_INTERVAL * 21))
+        assert expected <= probes <= expected + 1

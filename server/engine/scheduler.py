@@ -108,7 +108,9 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> list[SequenceEvent]:
         """Take in what a step computed in so many seconds; the events to send."""
         events = []
-        if output.is_routine and all(row.samples and row.num_tokens == row.num_drafts + 1 for row in batch.rows):
+        if not output.is_routine:
+            self.draft_length.measure_catch_up(output.draft_seconds)
+        elif all(row.samples and row.num_tokens == row.num_drafts + 1 for row in batch.rows):
             num_tokens, rounds = sum(row.num_tokens for row in batch.rows), max(len(r.draft_ids) for r in output.rows)
             self.draft_length.measure(num_tokens, len(batch.rows), rounds, seconds, output.draft_seconds)
         for seq, row, result in zip(self._scheduled, batch.rows, output.rows, strict=True):
