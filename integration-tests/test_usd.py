@@ -16,6 +16,8 @@ from specserve.models.hub import resolve_model
 from specserve.models.tokenizer import load_tokenizer
 from specserve.router_client.client import Client
 from specserve.router_client.errors import SpecserveError
+from specserve.speculators.base import SpeculatorType
+from specserve.speculators.registry import demo_files
 
 CASES = json.loads((Path(__file__).parent / "data" / "demo_greedy.json").read_text())
 LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
@@ -201,6 +203,8 @@ def test_a_draft_context_that_is_full_ends_the_drafts_not_the_answer(
             ("--speculator-id", "{letters}", "--kv-cache-memory", "100"),
             ["100 bytes", "one block of", "for the draft model"],
         ),
+        (("--speculator-id", "{mlp}"), ["--speculator-id {mlp}", "mlp_speculator", "--speculator mlp and medusa"]),
+        (("--speculator-id", "{gguf}", "--speculator", "mlp"), ["{gguf}: is a .gguf file", "needs a directory"]),
         (("--speculator-id", "{nowhere}"), ["--speculator-id '{nowhere}'", "no such file"]),
     ],
 )
@@ -209,6 +213,7 @@ def test_a_draft_model_that_does_not_do_costs_one_line(flags, parts, tiny_model,
     shutil.copytree(letters_model, without)
     (without / "tokenizer.json").unlink()
     names = {"none": without, "letters": letters_model, "nowhere": tmp_path / "nowhere"}
+    names |= {"mlp": demo_files(SpeculatorType.MLP).path, "gguf": resolve_model("demo").path}
     server = start_server(
         "--model-id", str(tiny_model), "--speculator", "usd", *(flag.format(**names) for flag in flags), *LOCAL
     )

@@ -272,7 +272,9 @@ def _speculator(flags: Mapping[str, Any]) -> SpeculatorOptions:
     elif not speculator_id and flags["model_id"] == "demo" and kind is not SpeculatorType.USD:
         speculator_id = "demo"  # the one that comes with this package
     elif not speculator_id:
-        raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give its Hub id or directory")
+        what = "the Hub id, directory or .gguf file of a smaller model, or 'demo'"
+        what = what if kind is SpeculatorType.USD else "its Hub id or directory"
+        raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give {what}")
     return SpeculatorOptions(
         kind, speculator_id, num_tokens, flags["draft_length"], dtype, method, flags["verification"]
     )

@@ -123,6 +123,10 @@ def _speculator(config: ServerConfig, base: Base) -> Speculator:
             weight_files=weight_files(options.type),
             flag="--speculator-id",
         )
+        if files.kind == "gguf" and options.type is not SpeculatorType.USD:
+            raise ModelError(
+                f"--speculator-id {options.id}: is a .gguf file; --speculator {options.type} needs a directory or Hub id"
+            )
     is_quantized = options.dtype is SpeculatorDType.INT8
     if options.dtype is SpeculatorDType.AUTO:
         is_quantized = base.device.type == "cpu"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from specserve.models.tokenizer import Tokenizer
 
 WINDOW = 8  # tokens that are tokenized again
+MAX_WINDOW = 64  # or so many where no common place is found (a byte without a token, say)
 
 
 class Retokenizer:
@@ -46,6 +47,8 @@ class Retokenizer:
             for index, distance in enumerate(_distances_from_end(pieces, len(added))[1:], 1):
                 if new_begins.get(distance):
                     return [*token_ids[: start + index], *new_ids[new_begins[distance] :]]
+            if window >= MAX_WINDOW:
+                return [*token_ids, *self._encode_alone(added)]
             window *= 2
 
     def continuation(self, token_ids: Sequence[int], added: bytes) -> list[int]:
@@ -58,10 +61,13 @@ class Retokenizer:
         begin = self._begins(new_ids, text).get(len(added))
         if begin is not None:
             return new_ids[begin:]
-        alone = self._encode(added) or []
-        if alone and self.token_bytes(alone[0]) == self._dummy_prefix:
-            del alone[0]
+        alone = self._encode_alone(added)
         return alone if b"".join(map(self.token_bytes, alone)) == added else []
+
+    def _encode_alone(self, added: bytes) -> list[int]:
+        """Tokens of a text that continues another; without a made-up space, if that is a token of its own."""
+        token_ids = self._encode(added) or []
+        return token_ids[1:] if token_ids and self.token_bytes(token_ids[0]) == self._dummy_prefix else token_ids
 
     def _begins(self, token_ids: Sequence[int], text: bytes) -> dict[int, int]:
         """Distance from the end of the text -> index of the token that begins there.

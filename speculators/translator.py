@@ -39,7 +39,8 @@ class Translator:
     def extend(self, context: DraftContext, target_ids: Sequence[int]) -> None:
         """Add tokens of the target to the context."""
         if self.is_identity:
-            context.token_ids += [token_id if token_id < self.draft.size else 0 for token_id in target_ids]
+            known = min(self.draft.size, self.draft.vocab_size)  # the draft may have fewer rows than the tokenizer ids
+            context.token_ids += [token_id if token_id < known else 0 for token_id in target_ids]
             context.num_fixed = len(context.token_ids)
             return
         if not context.token_ids:

@@ -66,6 +66,18 @@ class UsdOptions:
 @torch.no_grad()
 def load_usd(files: ModelFiles, base: Base, options: UsdOptions, *, num_tokens: int | None) -> UsdSpeculator:
     """The draft model in `files` for a loaded target. ModelError for what doesn't fit, in one line with the numbers."""
+    try:
+        return _load(files, base, options, num_tokens)
+    except ModelError as error:
+        if "--speculator-id" in str(error):
+            raise
+        raise ModelError(
+            f"--speculator-id {files.model_id}: {error} (usd needs a language model with its tokenizer; for trained "
+            "speculators there are --speculator mlp and medusa)"
+        ) from error
+
+
+def _load(files: ModelFiles, base: Base, options: UsdOptions, num_tokens: int | None) -> UsdSpeculator:
     config = load_config(files)
     draft = load_tokenizer(files, config.vocab_size)
     num_parameters = _check_sizes(files, base)

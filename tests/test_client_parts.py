@@ -45,6 +45,7 @@ EVERY_OPTION: GenerateOptions = {
     "prompt_details": True,
     "skip_special_tokens": False,
     "max_draft_tokens": 0,
+    "usd_method": "slem",
     "truncate": 100,
 }
 
@@ -148,12 +149,14 @@ def test_info_is_whole():
             message.eos_token_ids.extend([7, 2])
         elif field.name == "speculator":
             message.speculator.CopyFrom(
-                pb.SpeculatorInfo(type="mlp", id="é", accepted_tokens=2**40, accepted_per_position=[3, 2])
+                pb.SpeculatorInfo(
+                    type="usd", id="é", accepted_tokens=2**40, accepted_per_position=[3, 2], usd_method="tli"
+                )
             )
         else:
             setattr(message, field.name, str(number) if field.type == field.TYPE_STRING else number)
     info = messages.info_from(message)
-    assert info.speculator == SpeculatorInfo("mlp", "é", 0, 0, 0, 2**40, 0, (3, 2), None)
+    assert info.speculator == SpeculatorInfo("usd", "é", 0, 0, 0, 2**40, 0, (3, 2), None, "tli")
     assert info.eos_token_ids == (7, 2)
     for field in pb.InfoResponse.DESCRIPTOR.fields:
         if field.name not in ("eos_token_ids", "speculator"):

@@ -321,6 +321,20 @@ def test_non_finite_logits_end_a_rejected_draft_where_they_are():
     assert [token.token_id for token in verified.tokens] == [2, None] and verified.num_accepted == 1
 
 
+@pytest.mark.parametrize("which", ["target", "draft", "both"])
+def test_nothing_but_non_finite_logits_in_a_step_fails_no_other_request(which):
+    """Not a number from the target ends the request; from the drafter it is a draft that is rejected."""
+    sampler = Sampler(1, V, CPU)
+    sampler.admit(0, SamplingParams(temperature=1.0, seed=3, is_seeded=False), [0], [])
+    nan = torch.full((1, V), torch.nan)
+    columns, law = sampler.draw_drafts(nan if which != "target" else torch.zeros(1, V), [SampleRow(0, 1, 0)])
+    assert law.isnan().all() == (which != "target") and 0 <= int(columns[0]) < V
+    logits = nan.expand(2, V) if which != "draft" else torch.tensor([[0.0, -9.0, -9.0, 20.0]] * 2)
+    (verified,) = verify(logits, sampler, [VerifyRow(0, 1, 0, (int(columns[0]),), law)])
+    assert [token.token_id for token in verified.tokens] == [None if which != "draft" else 3]
+    assert verified.num_accepted == 0
+
+
 def test_rows_with_and_without_a_law_in_one_batch():
     """A greedy row, a matched one and a rejected one side by side are what they are alone."""
     params = [SamplingParams(), SamplingParams(temperature=1.0, seed=8), SamplingParams(temperature=1.0, seed=9)]

@@ -107,3 +107,20 @@ def test_what_comes_behind_tokens_that_stay(byte_level, demo_tokenizer, sentence
         assert b"".join(map(tokenizer.token_bytes, joined)) in (b"e an", b"")
         assert joined or tokenizer is sentencepiece_tokenizer
     assert byte_level.continuation(demo_tokenizer.encode("hel", False, False), b"lo you")
+
+
+def test_bytes_that_it_can_t_spell_cost_a_window_at_most(demo_tokenizer, monkeypatch):
+    """The same ones again and again, behind a long text."""
+    poor, encode, longest = Retokenizer(demo_tokenizer, {}), demo_tokenizer.encode, 0
+
+    def watch(text, *args):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text, *args)
+
+    token_ids = encode("The end of the road. " * 200, False)
+    monkeypatch.setattr(demo_tokenizer, "encode", watch)
+    for _ in range(20):
+        assert poor.extend(token_ids, b"\xff") == token_ids
+    assert b"".join(map(poor.token_bytes, poor.extend(token_ids, b"\xff the"))).endswith(b"road.  the")
+    assert 0 < longest < 600

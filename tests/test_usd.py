@@ -54,6 +54,17 @@ def test_the_same_tokenizer_hands_ids_over_but_for_padding(demo_tokenizer):
     assert context.token_ids == [5, 6, 7, 0, 8] and context.num_final == 5
 
 
+def test_ids_that_the_draft_has_no_row_for_are_not_looked_up(demo_tokenizer):
+    """The same tokenizer, and an embedding that ends before it (Gemma's image token, say)."""
+    size = demo_tokenizer.size
+    short = Tokenizer(
+        demo_tokenizer.backend, vocab_size=size - 2, special_ids=demo_tokenizer.special_ids, eos_token_ids=(2,)
+    )
+    translator = Translator(demo_tokenizer, short)
+    assert translator.is_identity
+    assert context_of(translator, [5, size - 1, size - 3]).token_ids == [5, 0, size - 3]
+
+
 def test_a_text_of_nothing_still_begins_somewhere(demo_tokenizer, sentencepiece_tokenizer):
     """A target that says only what the draft has no word for."""
     translator = Translator(sentencepiece_tokenizer, demo_tokenizer)

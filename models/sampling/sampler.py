@@ -135,8 +135,10 @@ class Sampler:
         greedy, sampled = ((best >= 0) & is_greedy).nonzero()[:, 0], ((best >= 0) & ~is_greedy).nonzero()[:, 0]
         law[best < 0] = torch.nan
         law[greedy, best[greedy]] = 1.0
+        if not len(sampled):
+            return law
         scaled, truncation = self._scaled(processed[sampled], [rows[index] for index in sampled.tolist()])
-        for row_indices, kept, token_ids in truncate(scaled, truncation) if len(sampled) else ():
+        for row_indices, kept, token_ids in truncate(scaled, truncation):
             law[sampled[row_indices, None], token_ids] = kept.double().softmax(dim=1)
         return law
 
