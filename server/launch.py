@@ -125,7 +125,7 @@ def _speculator(config: ServerConfig, base: Base) -> Speculator:
         )
         if files.kind == "gguf" and options.type is not SpeculatorType.USD:
             raise ModelError(
-                f"--speculator-id {options.id}: is a .gguf file; --speculator {options.type} needs a directory or Hub id"
+                f"--speculator-id {options.id}: is a .gguf file; {options.type} needs a directory or a Hub id"
             )
     is_quantized = options.dtype is SpeculatorDType.INT8
     if options.dtype is SpeculatorDType.AUTO:
