@@ -232,7 +232,7 @@ def test_gemma3_with_smollm2_gives_what_gemma3_gives(method, gemma3_file, start_
     limits = ("--max-total-tokens", "1024", *LOCAL)
     with served(start_server("--model-id", str(gemma3_file), *limits)) as client:
         plain = [outside(answer) for answer in answer_all(client, jobs, 8)]
-    flags = usd("demo", "--usd-method", method)
+    flags = usd("demo", "--usd-method", method, "--num-speculative-tokens", "4", *FIXED)
     server = start_server("--model-id", str(gemma3_file), *flags, *limits)
     with Client(server.wait_ready(), timeout_s=300) as client:
         assert [outside(answer) for answer in answer_all(client, jobs, 8)] == plain
