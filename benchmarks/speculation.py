@@ -11,13 +11,12 @@ import contextlib
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from server_process import running_server
+from server_process import running_server, timed_answer
 
 from specserve.router_client.client import Client
 
@@ -37,17 +36,6 @@ OPENINGS = [
 ]
 HELD_OUT = json.loads((Path(__file__).parent / "held_out_prompts.json").read_text("utf-8"))
 OUTPUT = Path("build") / "speculation.json"
-
-
-def run(client: Client, prompt: Any, options: dict[str, Any]) -> tuple[tuple[int, ...], float]:
-    """Tokens, seconds after the first token."""
-    tokens: list[int] = []
-    first = last = 0.0
-    for event in client.stream(prompt, **options):
-        last = time.perf_counter()
-        first = first or last
-        tokens += event.token_ids
-    return tuple(tokens), last - first
 
 
 def main() -> None:
@@ -81,7 +69,7 @@ def main() -> None:
                 speeds[name].append([])
             for prompt in prompts:
                 for name, client in clients.items():
-                    tokens, seconds = run(client, prompt, {"max_new_tokens": arguments.new_tokens})
+                    tokens, seconds, _ = timed_answer(client, prompt, {"max_new_tokens": arguments.new_tokens})
                     speeds[name][-1].append((len(tokens) - 1) / seconds if seconds else 0.0)
                     if number == 0:
                         answers[name].append(tokens)

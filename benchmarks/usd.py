@@ -8,16 +8,16 @@ Writes build/usd.json.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from server_process import running_server
+from server_process import running_server, timed_answer
 
 from specserve.router_client.client import Client
 
@@ -52,20 +52,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 OUTPUT = Path("build") / "usd.json"
 
 
-def run(client: Client, prompt: str, options: dict[str, Any]) -> tuple[tuple[int, ...], float, tuple[int, int]]:
-    """Tokens, seconds a token behind the first ones, (drafted, accepted)."""
-    tokens: list[int] = []
-    num_first, first, summary = 0, 0.0, None
-    for event in client.stream(prompt, **options):
-        last = time.perf_counter()
-        first, num_first = (first, num_first) if first else (last, len(event.token_ids))
-        tokens += event.token_ids
-        summary = event.summary
-    assert summary is not None
-    seconds = (last - first) / max(1, len(tokens) - num_first)
-    return tuple(tokens), seconds, (summary.drafted_tokens, summary.accepted_tokens)
-
-
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser()
@@ -84,31 +70,41 @@ def main() -> None:
         Client(usd_address, timeout_s=300) as usd,
     ):
         for mode, (num_streams, sampling) in MODES.items():
-            if arguments.modes not in mode:
-                continue
-            options = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True, **sampling}
-            # [prompt] -> seconds a token of each round
-            seconds: dict[str, list[list[float]]] = {"plain": [[] for _ in PROMPTS], "usd": [[] for _ in PROMPTS]}
-            drafted = [(0, 0)] * len(PROMPTS)
-            with concurrent.futures.ThreadPoolExecutor(num_streams) as pool:
-                for number in range(-1, arguments.rounds):  # the first is a warm-up
-                    print(f"{mode}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-                    for begin in range(0, len(PROMPTS), num_streams):
-                        some = range(begin, min(begin + num_streams, len(PROMPTS)))
-                        answers = {}
-                        for name, client in (("plain", plain), ("usd", usd)):
-                            jobs = [pool.submit(run, client, PROMPTS[index], options) for index in some]
-                            answers[name] = [job.result() for job in jobs]
-                        for index, expected, got in zip(some, answers["plain"], answers["usd"], strict=True):
-                            assert got[0] == expected[0], f"usd changed the answer to {PROMPTS[index]!r}"
-                            if number >= 0:
-                                seconds["plain"][index].append(expected[1])
-                                seconds["usd"][index].append(got[1])
-                                drafted[index] = (drafted[index][0] + got[2][0], drafted[index][1] + got[2][1])
-            results[mode] = summarize(seconds, drafted)
+            if arguments.modes in mode:
+                options = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True, **sampling}
+                clients = {"plain": plain, "usd": usd}
+                results[mode] = measure(mode, clients, num_streams, options, arguments.rounds)
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n")
     report(results)
+
+
+def measure(
+    mode: str, clients: dict[str, Client], num_streams: int, options: dict[str, Any], num_rounds: int
+) -> dict[str, Any]:
+    """All prompts, num_streams at once, by each client in turn, in a round of warm-up and num_rounds that count."""
+    seconds: dict[str, list[list[float]]] = {
+        name: [[] for _ in PROMPTS] for name in clients
+    }  # a token, [prompt][round]
+    drafted = [(0, 0)] * len(PROMPTS)  # and accepted
+    with concurrent.futures.ThreadPoolExecutor(num_streams) as pool:
+        for number, begin in itertools.product(range(num_rounds + 1), range(0, len(PROMPTS), num_streams)):
+            if begin == 0:
+                print(f"{mode}: round {number} of {num_rounds}", file=sys.stderr, flush=True)
+            some = range(begin, min(begin + num_streams, len(PROMPTS)))
+            answers = {}
+            for name, client in clients.items():
+                jobs = [pool.submit(timed_answer, client, PROMPTS[index], options) for index in some]
+                answers[name] = [job.result() for job in jobs]
+            for place, index in enumerate(some):
+                tokens, _, summary = answers["usd"][place]
+                assert tokens == answers["plain"][place][0], f"usd changed the answer to {PROMPTS[index]!r}"
+                if number > 0:
+                    for name in clients:
+                        seconds[name][index].append(answers[name][place][1] / max(1, len(tokens) - 1))
+                    counts = (summary.drafted_tokens, summary.accepted_tokens)
+                    drafted[index] = (drafted[index][0] + counts[0], drafted[index][1] + counts[1])
+    return summarize(seconds, drafted)
 
 
 def summarize(seconds: dict[str, list[list[float]]], drafted: list[tuple[int, int]]) -> dict[str, Any]:

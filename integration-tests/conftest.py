@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from gemma3_parts import join_parts
+from mixed import CACHE, LOCAL, SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.config import load_config
@@ -25,8 +26,6 @@ from specserve.router_client.client import Client
 READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
 START_SECONDS = 120
 TINY_PROMPTS = json.loads((Path(__file__).parent / "data" / "tiny_prompts.json").read_text("utf-8"))
-# Long drains are tested where they matter; fixtures should end quickly.
-LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
 
 
 class ServerProcess:
@@ -146,15 +145,10 @@ def demo_address() -> Iterator[str]:
         yield address
 
 
-TINY_LIMITS = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
-# Few row slots and little KV, so that requests queue and are preempted: 256 bytes a token, 1,536 tokens.
-TINY_CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
-
-
 @pytest.fixture(scope="session")
 def plain_tiny_address(tiny_model) -> Iterator[str]:
     """The tiny model without a speculator."""
-    with running("--model-id", str(tiny_model), *TINY_LIMITS, *TINY_CACHE, *LOCAL) as (address, _):
+    with running("--model-id", str(tiny_model), *SMALL, *CACHE, *LOCAL) as (address, _):
         yield address
 
 
@@ -180,7 +174,7 @@ def tiny_address(request, tiny_model, plain_tiny_address) -> Iterator[str]:
         return
     folder = request.getfixturevalue({"mlp": "tiny_bigram", "medusa": "tiny_repeating"}[request.param])
     flags = ("--speculator", request.param, "--speculator-id", str(folder), "--draft-length", "fixed")
-    with running("--model-id", str(tiny_model), *flags, *TINY_LIMITS, *TINY_CACHE, *LOCAL) as (address, _):
+    with running("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL) as (address, _):
         yield address
 
 

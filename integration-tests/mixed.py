@@ -1,10 +1,18 @@
-"""Requests of all kinds, and what they got: the same with any speculator."""
+"""Requests of all kinds, what they got (the same with any speculator), and flags of the servers that answer them."""
 
 import concurrent.futures
 import contextlib
 import random
 
 from specserve.router_client.client import Client
+
+# Long drains are tested where they matter; servers should end quickly.
+LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
+FIXED = ("--draft-length", "fixed")
+SMALL = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
+# Few row slots and little KV, so that requests queue and are preempted: 256 bytes a token, 1,536 tokens.
+CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
+PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a"]
 
 
 def mixed_requests(prompts, count, max_new_tokens):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from mixed import answer_all, mixed_requests, outside, served
+from mixed import CACHE, FIXED, LOCAL, PROMPTS, SMALL, answer_all, mixed_requests, outside, served
 
 from specserve.router_client.errors import SpecserveError
 
@@ -65,13 +65,6 @@ def test_the_demo_model_has_speculators_of_its_own(kind, least, demo, start_serv
     with served(server) as client:
         assert [outside(answer) for answer in answer_all(client, jobs, 1)] == plain
         assert client.info().speculator.mean_acceptance_length > least
-
-
-LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
-FIXED = ("--draft-length", "fixed")
-SMALL = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
-CACHE = ("--kv-cache-memory", "384KiB", "--block-size", "4")
-PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a"]
 
 
 @pytest.fixture(scope="module")

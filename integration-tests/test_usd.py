@@ -8,7 +8,7 @@ import grpc
 import pytest
 import torch
 from drafts import write_letters_tokenizer, write_shuffled_demo
-from mixed import answer_all, mixed_requests, outside, served
+from mixed import FIXED, LOCAL, PROMPTS, SMALL, answer_all, mixed_requests, outside, served
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,10 +20,6 @@ from specserve.speculators.base import SpeculatorType
 from specserve.speculators.registry import demo_files
 
 CASES = json.loads((Path(__file__).parent / "data" / "demo_greedy.json").read_text())
-LOCAL = ("--hostname", "127.0.0.1", "--port", "0", "--drain-timeout", "5")
-FIXED = ("--draft-length", "fixed")
-SMALL = ("--max-batch-size", "4", "--max-batch-tokens", "32", "--max-total-tokens", "512", "--num-threads", "1")
-PROMPTS = ["A robot may not injure a human being", "1\n2\n3\n4", "🤗 안녕 👩‍👩‍👧 naïve", "def f(x):\n    return", "a"]
 TEXTS = ["The history of the steam engine begins", "Here is a recipe for apple pie:\n", "import numpy as np\n"]
 
 

@@ -1,5 +1,7 @@
 """The interface of all models."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -67,6 +69,16 @@ class CausalLM(nn.Module):
         if self.replays is None or not self.replays.takes(batch):
             return self.decode(embedded, rotaries, batch, kv_cache)
         return self.replays.decode(embedded, rotaries, batch, kv_cache)
+
+    @property
+    def kv_geometry(self) -> dict[str, Any]:
+        """What KVCache needs to know of a model."""
+        return {
+            "num_layers": self.config.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.dtype,
+        }
 
     def quantize(self) -> None:
         """Keep int8 weights from now on; before the first forward."""

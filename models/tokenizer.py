@@ -119,6 +119,7 @@ class Tokenizer:
         piece = self.backend.id_to_token(token_id) if token_id >= 0 else None
         return b"" if piece is None else self._piece_bytes(piece)
 
+    @cached_property
     def ids_by_bytes(self) -> dict[bytes, int]:
         """The token that stands for each byte string; special tokens and ids without an entry are left out.
 

@@ -58,7 +58,6 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
     speculator = speculator or _speculator(config, Base(model, files, tokenizer))
     num_blocks = num_kv_blocks(
         model,
-        dtype=dtype,
         device=device,
         block_size=block_size,
         kv_cache_memory=config.cache.kv_cache_memory,
@@ -67,7 +66,7 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
         draft_bytes_per_token=speculator.kv_bytes_per_token(),
     )
     max_total_tokens = _fit_total_tokens(config.scheduler, max_total_tokens, num_blocks * block_size)
-    engine = _engine(config, model, speculator, num_blocks, block_size, max_total_tokens, dtype, device)
+    engine = _engine(config, model, speculator, num_blocks, block_size, max_total_tokens, device)
     return Serving(
         engine=engine,
         tokenizer=tokenizer,
@@ -148,19 +147,10 @@ def _engine(
     num_blocks: int,
     block_size: int,
     max_total_tokens: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> AsyncEngine:
     options = config.scheduler
-    kv_cache = KVCache.allocate(
-        num_layers=model.config.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    kv_cache = KVCache.allocate(num_blocks=num_blocks, block_size=block_size, device=device, **model.kv_geometry)
     for num_tokens in (min(options.max_batch_tokens, max_total_tokens), 1):
         warm_up(model, kv_cache, num_tokens)
     speculator.allocate(

@@ -6,7 +6,6 @@ rejected drafts, a text that is tokenized otherwise by now) makes no difference.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class DraftModel:
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache that a token takes."""
-        return KVCache.bytes_per_block(block_size=1, **self._geometry())
+        return KVCache.bytes_per_block(block_size=1, **self.model.kv_geometry)
 
     def allocate(self, room: RowsRoom) -> None:
         """Reserve the KV cache, and run once, so that no request has to wait for what is done only then."""
@@ -58,7 +57,7 @@ class DraftModel:
         device = next(self.model.parameters()).device
         self.max_tokens, self._max_batch_tokens = most, room.max_batch_tokens
         self._cache = KVCache.allocate(
-            num_blocks=room.num_blocks, block_size=room.block_size, device=device, **self._geometry()
+            num_blocks=room.num_blocks, block_size=room.block_size, device=device, **self.model.kv_geometry
         )
         self._blocks = BlockManager(room.num_blocks, room.block_size)
         self._buffers = InputBuffers(
@@ -140,15 +139,6 @@ class DraftModel:
         batch.check()
         hidden: torch.Tensor = self.model(batch, self._cache)[batch.logits_indices]
         return hidden
-
-    def _geometry(self) -> dict[str, Any]:
-        config = self.model.config
-        return {
-            "num_layers": config.num_layers,
-            "num_kv_heads": self.model.num_kv_heads,
-            "head_dim": config.head_dim,
-            "dtype": self.model.dtype,
-        }
 
 
 def _num_same(old: list[int], new: list[int], most: int) -> int:

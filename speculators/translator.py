@@ -31,7 +31,7 @@ class Translator:
         self.target, self.draft = target, draft
         self.is_identity = _are_same(target, draft)
         self.roles = _roles(target, draft)
-        self.to_draft = Retokenizer(draft, draft.ids_by_bytes())
+        self.to_draft = Retokenizer(draft, draft.ids_by_bytes)
         self._start = [] if draft.bos_token_id is None or not draft.adds_bos else [draft.bos_token_id]
         ends = [token_id for token_id in draft.eos_token_ids if token_id < draft.vocab_size]
         self._nothing = self._start or ends[:1] or [0]  # a model can't continue no token at all

@@ -69,7 +69,7 @@ class UsdSpeculator(Speculator):
         self.mapping, self.translator = mapping, translator
         self.max_draft_tokens, self.num_parameters = max_draft_tokens, num_parameters
         self._model, self._head = DraftModel(model), head
-        self._to_target = Retokenizer(translator.target, translator.target.ids_by_bytes())
+        self._to_target = Retokenizer(translator.target, translator.target.ids_by_bytes)
         self._rows: dict[int, _Row] = {}
         self._confidence = {method: Confidence() for method in (UsdMethod.TLI, UsdMethod.SLEM)}
 
@@ -91,8 +91,8 @@ class UsdSpeculator(Speculator):
         same = 0
         while same < min(len(token_ids), len(row.drafted)) and token_ids[same] == row.drafted[same]:
             same += 1
-        if row.chain is not None and row.chain.confidences:
-            self._confidence[row.method].observe(row.chain.confidences, self._num_right(row, same))
+        if row.chain is not None:
+            self._confidence[row.method].observe(row.chain.confidences, self._num_right(row, row.chain, same))
         row.drafted, row.chain = [], None
         row.pending += token_ids
 
@@ -181,11 +181,11 @@ class UsdSpeculator(Speculator):
         row.chain = chain if row.drafted else None
         return row.drafted
 
-    def _num_right(self, row: _Row, num_accepted: int) -> int:
+    def _num_right(self, row: _Row, chain: _Chain, num_accepted: int) -> int:
         """Tokens of the chain that were right, where so many of the draft were accepted."""
-        if row.method is UsdMethod.TLI or row.chain is None:
+        if row.method is UsdMethod.TLI:
             return num_accepted
-        sizes = [len(self.translator.draft.token_bytes(token_id)) for token_id in row.chain.draft_ids]
+        sizes = [len(self.translator.draft.token_bytes(token_id)) for token_id in chain.draft_ids]
         accepted = sum(len(self.translator.target.token_bytes(token_id)) for token_id in row.drafted[:num_accepted])
         return sum(end <= accepted for end in itertools.accumulate(sizes))
 

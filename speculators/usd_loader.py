@@ -113,7 +113,7 @@ def vocabulary_mapping(translator: Translator, files: ModelFiles) -> VocabularyM
     """What draft and target share: bytes, and the end of a text. ModelError if that is too little."""
     target, draft = translator.target, translator.draft
     ends = [(token_id, translator.roles[token_id]) for token_id in target.eos_token_ids if token_id in translator.roles]
-    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes(), draft.ids_by_bytes(), ends[:1])
+    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes, draft.ids_by_bytes, ends[:1])
     if len(mapping.target_ids) < MIN_OVERLAP:
         raise ModelError(
             f"--speculator-id {files.model_id}: only {len(mapping.target_ids)} of the {draft.size} tokens of its "

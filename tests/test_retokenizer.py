@@ -21,12 +21,12 @@ def follow(retokenizer, chunks, first=()):
 
 @pytest.fixture(scope="module")
 def byte_level(demo_tokenizer):
-    return Retokenizer(demo_tokenizer, demo_tokenizer.ids_by_bytes())
+    return Retokenizer(demo_tokenizer, demo_tokenizer.ids_by_bytes)
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(sentencepiece_tokenizer):
-    return Retokenizer(sentencepiece_tokenizer, sentencepiece_tokenizer.ids_by_bytes())
+    return Retokenizer(sentencepiece_tokenizer, sentencepiece_tokenizer.ids_by_bytes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11, 1000])
@@ -57,7 +57,7 @@ def test_what_stands_before_a_barrier_stays(byte_level, demo_tokenizer):
 @given(chunks=st.lists(st.one_of(st.binary(max_size=6), st.text(max_size=4).map(str.encode)), max_size=12))
 def test_no_bytes_are_lost_or_made_up(byte_level, demo_tokenizer, chunks):
     """Whatever comes, characters or not, as long as this vocabulary has tokens for all of its bytes."""
-    known = {text[0] for text in demo_tokenizer.ids_by_bytes() if len(text) == 1}
+    known = {text[0] for text in demo_tokenizer.ids_by_bytes if len(text) == 1}
     assert len(known) > 200
     spelled = [bytes(byte for byte in chunk if byte in known) for chunk in chunks]
     token_ids = follow(byte_level, spelled)

@@ -13,7 +13,7 @@ from specserve.speculators.vocabulary_mapping import VocabularyMapping
 def test_pairs_are_the_same_bytes_whatever_the_spelling(demo_tokenizer, sentencepiece_tokenizer):
     """Byte-level BPE against SentencePiece: Ġ and ▁, line ends, bytes, letters that are more than one byte."""
     target, draft = demo_tokenizer, sentencepiece_tokenizer
-    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes(), draft.ids_by_bytes(), [(2, 2)])
+    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes, draft.ids_by_bytes, [(2, 2)])
     pairs = dict(zip(mapping.target_ids.tolist(), mapping.draft_ids.tolist(), strict=True))
     assert pairs.pop(2) == 2  # EOS, by its role
     assert all(target.token_bytes(t) == draft.token_bytes(d) != b"" for t, d in pairs.items())
@@ -28,7 +28,7 @@ def test_pairs_are_the_same_bytes_whatever_the_spelling(demo_tokenizer, sentence
 def test_of_two_ids_for_the_same_bytes_the_emitted_one_counts(sentencepiece_tokenizer):
     """Each letter has a literal and a byte; byte 0x41 has only itself."""
     tokenizer = sentencepiece_tokenizer
-    ids = tokenizer.ids_by_bytes()
+    ids = tokenizer.ids_by_bytes
     for letter in "etao.,":
         byte = tokenizer.backend.token_to_id(f"<0x{ord(letter):02X}>")
         assert ids[letter.encode()] == tokenizer.backend.token_to_id(letter) != byte
@@ -59,7 +59,7 @@ def test_each_id_is_in_one_pair(target, draft, same):
 def test_gemma3_and_smollm2_share_46145_byte_strings(demo_tokenizer, gemma3_gguf):
     """46,117 by normal and byte tokens; with Gemma's runs of newlines and spaces, which are user-defined, 28 more."""
     target = load_tokenizer(ModelFiles(str(gemma3_gguf), None, gemma3_gguf, "gguf"), 262144)
-    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes(), demo_tokenizer.ids_by_bytes())
+    mapping = VocabularyMapping.of_bytes(target.ids_by_bytes, demo_tokenizer.ids_by_bytes)
     assert len(mapping.target_ids) == 46145
     texts = {target.token_bytes(i) for i in mapping.target_ids.tolist()}
     assert {b"\n", b"\n\n", b"\t", "’".encode(), b" the"} <= texts

@@ -18,7 +18,6 @@ GPU_MEMORY_FRACTION = 0.9
 def num_kv_blocks(
     model: CausalLM,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     block_size: int,
     kv_cache_memory: int | None,
@@ -30,21 +29,13 @@ def num_kv_blocks(
 
     More than max_tokens_needed (all rows at their longest) is never useful. ModelError if not one block fits.
     """
-    config = model.config
-    block_bytes = KVCache.bytes_per_block(
-        num_layers=config.num_layers,
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
     draft_bytes = draft_bytes_per_token * block_size
-    block_bytes += draft_bytes
+    block_bytes = KVCache.bytes_per_block(block_size=block_size, **model.kv_geometry) + draft_bytes
     if kv_cache_memory is not None:
         budget, what = kv_cache_memory, f"--kv-cache-memory is {kv_cache_memory} bytes"
         num_blocks = budget // block_bytes
     else:
-        budget = _gpu_budget(model, dtype, device, max_batch_tokens) if device.type == "cuda" else _cpu_budget()
+        budget = _gpu_budget(model, device, max_batch_tokens) if device.type == "cuda" else _cpu_budget()
         what = f"{budget} bytes of memory are free for the KV cache"
         num_blocks = min(budget // block_bytes, -(-max_tokens_needed // block_size))
     if num_blocks < 1:
@@ -61,18 +52,11 @@ def _cpu_budget() -> int:
     return min(CPU_KV_BYTES, int(available * CPU_KV_FRACTION))
 
 
-def _gpu_budget(model: CausalLM, dtype: torch.dtype, device: torch.device, max_batch_tokens: int) -> int:
+def _gpu_budget(model: CausalLM, device: torch.device, max_batch_tokens: int) -> int:
     """What the weights and the largest forward, run once to see, leave of the GPU."""
     block_size = 256
-    scratch = KVCache.allocate(
-        num_layers=model.config.num_layers,
-        num_blocks=-(-max_batch_tokens // block_size),
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    num_blocks = -(-max_batch_tokens // block_size)
+    scratch = KVCache.allocate(num_blocks=num_blocks, block_size=block_size, device=device, **model.kv_geometry)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     warm_up(model, scratch, max_batch_tokens)
