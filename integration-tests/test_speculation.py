@@ -170,4 +170,4 @@ def test_speculators_that_do_not_fit_are_one_line_before_the_port_opens(
         server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
         assert server.wait_exit() == 1
         assert message in server.output and "Traceback" not in server.output
-        assert "is ready" not in server.output
+        assert "listening on" not in server.output and "is ready" not in server.output

@@ -102,7 +102,7 @@ class CausalLM(nn.Module):
         only_head = tied and reader.has(head) and not reader.has(embedding)
         rows = load(head if only_head else embedding)
         head_rows = load(head) if not tied or (reader.has(head) and not only_head) else rows
-        is_shared = head_rows is rows or (tied and torch.equal(head_rows, rows))
+        is_shared = head_rows is rows or (tied and (rows.is_meta or torch.equal(head_rows, rows)))
         embedding_matrix = Matrix(rows, multiplies=is_shared)
         head_matrix = embedding_matrix if is_shared else Matrix(head_rows)
         self.embed_tokens = VocabParallelEmbedding(embedding_matrix, parallel)

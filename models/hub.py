@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -80,6 +80,16 @@ def resolve_model(
     return ModelFiles(
         model_id, revision, _download(model_id, revision, token, cache_dir, offline, weight_files, flag), "hub"
     )
+
+
+def find_model(model_id: str, **options: Any) -> ModelFiles | None:
+    """As resolve_model, but without network; None if that is for the Hub to tell."""
+    try:
+        return resolve_model(model_id, **{**options, "offline": True})
+    except ModelError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            return None
+        raise
 
 
 def shard_names(index_path: Path) -> dict[str, str]:

@@ -38,6 +38,7 @@ def load_model(
 ) -> CausalLM:
     """Load this rank's part of a model, one tensor after the other; parameters have no gradients.
 
+    On the device meta nothing is read but the headers of the files, and all is checked as ever.
     Raises ModelError for weights that are missing, corrupt, or don't fit the configuration exactly.
     """
     reader = WeightReader(open_weights(files), dtype=dtype, device=device)

@@ -223,6 +223,8 @@ class WeightReader:
             account.misshaped.append(f"{full} is {_dims(account.shapes[key])} instead of {_dims(expected)}")
             return
         account.num_parameters += out.numel() * out.is_floating_point()
+        if out.is_meta:  # only the account is wanted
+            return
         try:
             account.source.copy(key, out, tuple(offset or (0,) * len(expected)))
         except (SafetensorError, OSError) as error:

@@ -98,7 +98,13 @@ def serve(
 
     configure_logging(config.log)
     _show_config(config)
-    raise typer.Exit(run_server(config, _build, _announcer(config)))
+    raise typer.Exit(run_server(config, _check, _build, _announcer(config)))
+
+
+def _check(config: ServerConfig) -> None:
+    from specserve.server.launch import check
+
+    check(config)
 
 
 def _build(config: ServerConfig) -> "Serving":

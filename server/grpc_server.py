@@ -153,21 +153,32 @@ class _Life:
     """One run of the server, from binding to the exit code."""
 
     def __init__(
-        self, config: ServerConfig, build: Callable[[ServerConfig], Serving], on_ready: Callable[[str, Serving], None]
+        self,
+        config: ServerConfig,
+        check: Callable[[ServerConfig], None],
+        build: Callable[[ServerConfig], Serving],
+        on_ready: Callable[[str, Serving], None],
     ) -> None:
         self._config = config
+        self._check = check
         self._build = build
         self._on_ready = on_ready
         self._server = GrpcServer(config)
         self.leaves_threads = False  # at work, so that the interpreter can't be taken down around them
 
     async def run(self) -> int:
-        """The exit code. Raises ListenError and whatever `build` raises."""
+        """The exit code. Raises ListenError and whatever `check` and `build` raise."""
         signals = _Signals()
+        term = asyncio.ensure_future(signals.first.wait())
+        checking = _in_daemon_thread(lambda: self._check(self._config))
+        await _first_of(checking, term)
+        if not checking.done():
+            self.leaves_threads = True
+            return 0
+        checking.result()
         await self._server.start()
         try:
             logger.info("listening on {}; loading {}", self._server.address, self._config.model.model_id)
-            term = asyncio.ensure_future(signals.first.wait())
             loading = _in_daemon_thread(lambda: self._build(self._config))
             await _first_of(loading, term)
             if not loading.done():
@@ -215,15 +226,16 @@ class _Life:
 
 def run_server(
     config: ServerConfig,
+    check: Callable[[ServerConfig], None],
     build: Callable[[ServerConfig], Serving],
     on_ready: Callable[[str, Serving], None],
 ) -> int:
     """Serve until a signal or the engine's end; the exit code.
 
-    `build` runs on a thread while the server listens already. `on_ready` hears the address when requests can be
-    answered. Errors that a user can put right take one line in the log.
+    `check` runs before the server listens, `build` on a thread while it listens already. `on_ready` hears the address
+    when requests can be answered. Errors that a user can put right take one line in the log.
     """
-    life = _Life(config, build, on_ready)
+    life = _Life(config, check, build, on_ready)
 
     async def run() -> int:
         code = await life.run()

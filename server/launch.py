@@ -1,12 +1,15 @@
 """From a configuration to a loaded, warmed-up model behind an engine."""
 
+from collections.abc import Callable
+
 import torch
 
+from specserve.models.attention.base import AttentionBackend
 from specserve.models.attention.registry import attention_backend
 from specserve.models.block_manager import BlockManager
 from specserve.models.causal_lm import CausalLM
 from specserve.models.config import ModelConfig, load_config
-from specserve.models.hub import DEMO, ModelError, ModelFiles, resolve_model
+from specserve.models.hub import DEMO, ModelError, ModelFiles, find_model, resolve_model
 from specserve.models.kv_cache import KVCache
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
@@ -35,6 +38,21 @@ from specserve.speculators.registry import demo_files, load_speculator, weight_f
 from specserve.speculators.usd_loader import UsdOptions
 
 
+def check(config: ServerConfig) -> None:
+    """Hold the configurations and the headers of the weights against each other, where the files are here already.
+
+    Raises as `build`, which finds the rest. Nothing is loaded but tokenizers.
+    """
+    options = config.model
+    files = find_model(options.model_id, revision=options.revision)
+    speculator_files = _speculator_files(config, find_model)
+    if files is None or (speculator_files is None and config.speculator.id is not None):
+        return  # to be downloaded
+    device, dtype = _device_and_dtype(config)
+    attention, _ = _attention(config, device, dtype)
+    _load(config, files, speculator_files, torch.device("meta"), dtype, attention)
+
+
 def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving:
     """Load everything and run the model once. Raises ModelError or ConfigError for what a user can put right.
 
@@ -43,19 +61,14 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
     if config.parallel.num_threads is not None:
         torch.set_num_threads(config.parallel.num_threads)
     device, dtype = _device_and_dtype(config)
-    try:
-        attention, block_size = attention_backend(
-            config.model.attention_backend, device=device, dtype=dtype, block_size=config.cache.block_size
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    attention, block_size = _attention(config, device, dtype)
     options = config.model
     files = resolve_model(options.model_id, revision=options.revision, token=options.hub_token, offline=options.offline)
-    model_config = load_config(files)
-    max_total_tokens = _max_total_tokens(config.scheduler, model_config)
-    tokenizer = load_tokenizer(files, model_config.vocab_size)
-    model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
-    speculator = speculator or _speculator(config, Base(model, files, tokenizer))
+    speculator_files = _speculator_files(config, resolve_model)
+    base, loaded = _load(config, files, speculator_files, device, dtype, attention)
+    speculator = speculator or loaded
+    model, tokenizer = base.model, base.tokenizer
+    max_total_tokens = _max_total_tokens(config.scheduler, model.config)
     num_blocks = num_kv_blocks(
         model,
         device=device,
@@ -73,6 +86,32 @@ def build(config: ServerConfig, speculator: Speculator | None = None) -> Serving
         chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
         description=_describe(config, files, model, speculator, tokenizer, max_total_tokens, dtype, device),
     )
+
+
+def _load(
+    config: ServerConfig,
+    files: ModelFiles,
+    speculator_files: ModelFiles | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionBackend,
+) -> tuple[Base, Speculator]:
+    """The model and its speculator; on the device meta without their weights."""
+    model_config = load_config(files)
+    _max_total_tokens(config.scheduler, model_config)
+    tokenizer = load_tokenizer(files, model_config.vocab_size)
+    model = load_model(files, model_config, dtype=dtype, device=device, parallel=TensorParallel(), attention=attention)
+    base = Base(model, files, tokenizer)
+    return base, _speculator(config, speculator_files, base)
+
+
+def _attention(config: ServerConfig, device: torch.device, dtype: torch.dtype) -> tuple[AttentionBackend, int]:
+    try:
+        return attention_backend(
+            config.model.attention_backend, device=device, dtype=dtype, block_size=config.cache.block_size
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _device_and_dtype(config: ServerConfig) -> tuple[torch.device, torch.dtype]:
@@ -110,25 +149,30 @@ def _fit_total_tokens(options: SchedulerOptions, max_total_tokens: int, num_kv_t
     return num_kv_tokens
 
 
-def _speculator(config: ServerConfig, base: Base) -> Speculator:
-    options, files = config.speculator, None
+def _speculator_files(config: ServerConfig, find: Callable[..., ModelFiles | None]) -> ModelFiles | None:
+    """The files of the speculator, by resolve_model or find_model; None if there are none."""
+    options = config.speculator
+    if options.id is None:
+        return None
     if options.id == DEMO and options.type is not SpeculatorType.USD:
-        files = demo_files(options.type)
-    elif options.id is not None:
-        files = resolve_model(
-            options.id,
-            token=config.model.hub_token,
-            offline=config.model.offline,
-            weight_files=weight_files(options.type),
-            flag="--speculator-id",
-        )
-        if files.kind == "gguf" and options.type is not SpeculatorType.USD:
-            raise ModelError(
-                f"--speculator-id {options.id}: is a .gguf file; {options.type} needs a directory or a Hub id"
-            )
+        return demo_files(options.type)
+    files = find(
+        options.id,
+        token=config.model.hub_token,
+        offline=config.model.offline,
+        weight_files=weight_files(options.type),
+        flag="--speculator-id",
+    )
+    if files is not None and files.kind == "gguf" and options.type is not SpeculatorType.USD:
+        raise ModelError(f"--speculator-id {options.id}: is a .gguf file; {options.type} needs a directory or a Hub id")
+    return files
+
+
+def _speculator(config: ServerConfig, files: ModelFiles | None, base: Base) -> Speculator:
+    options = config.speculator
     is_quantized = options.dtype is SpeculatorDType.INT8
     if options.dtype is SpeculatorDType.AUTO:
-        is_quantized = base.device.type == "cpu"
+        is_quantized = _device_and_dtype(config)[0].type == "cpu"
     dtype = None if options.dtype in ("auto", "int8") else getattr(torch, options.dtype.value)
     return load_speculator(
         options.type,

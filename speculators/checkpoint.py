@@ -38,7 +38,7 @@ class Base:
     @property
     def dtype(self) -> torch.dtype:
         """The serving dtype."""
-        return next(self.model.parameters()).dtype
+        return self.model.dtype
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +50,7 @@ class SpeculatorConfig:
     """config.json of a speculator; a value that doesn't do is an error that names file, key and value."""
 
     def __init__(self, files: ModelFiles) -> None:
+        self.model_id = files.model_id
         self.path = files.path / CONFIG_FILE
         self.values: Mapping[str, Any] = read_json(self.path)
 
@@ -73,7 +74,7 @@ class SpeculatorConfig:
         """A size of the speculator must be the target's."""
         if value != base_value:
             raise ModelError(
-                f"--speculator-id {self.path.parent}: {key} is {value}, but the {what} of the model "
+                f"--speculator-id {self.model_id}: {key} is {value}, but the {what} of the model "
                 f"{base.files.model_id} is {base_value}; choose a speculator that was made for this model"
             )
 
@@ -85,7 +86,7 @@ class SpeculatorConfig:
             return  # early files name none, and a path says nothing about what lies there
         if named.rstrip("/").rpartition("/")[2].lower() != served.rstrip("/").rpartition("/")[2].lower():
             raise ModelError(
-                f"--speculator-id {self.path.parent}: it was made for the model {named}, but --model-id is "
+                f"--speculator-id {self.model_id}: it was made for the model {named}, but --model-id is "
                 f"{base.files.model_id}; choose a speculator that was made for this model"
             )
 
@@ -108,14 +109,14 @@ def load_draft_vocabulary(reader: WeightReader, vocab_size: int) -> VocabularyMa
     shape = reader.shape(DRAFT_VOCABULARY)
     if shape is None:
         return None
-    target_ids = torch.empty(shape, dtype=torch.int64, device=reader.device)
+    target_ids = torch.empty(shape, dtype=torch.int64)
     reader.copy(DRAFT_VOCABULARY, target_ids)
     ascends = len(shape) == 1 and bool((target_ids[1:] > target_ids[:-1]).all())
     if not ascends or not shape[0] or int(target_ids[0]) < 0 or int(target_ids[-1]) >= vocab_size:
         raise ModelError(
             f"the tensor {DRAFT_VOCABULARY} of the speculator must hold ascending ids in 0..{vocab_size - 1}"
         )
-    return VocabularyMapping.of_subset(target_ids)
+    return VocabularyMapping.of_subset(target_ids.to(reader.device))
 
 
 def resolve_num_tokens(asked: int | None, available: int, name: str) -> int:

@@ -83,10 +83,13 @@ def _load(files: ModelFiles, base: Base, options: UsdOptions, num_tokens: int | 
     num_parameters = _check_sizes(files, base)
     translator = Translator(base.tokenizer, draft)
     mapping = None if translator.is_identity else vocabulary_mapping(translator, files)
-    method = _method(options.method, mapping, base.tokenizer)
+    method, why = _method(options.method, mapping, base.tokenizer)
+    is_check = base.device.type == "meta"
+    if not is_check:
+        logger.info("usd: {}", why)
     dtype = options.dtype or base.dtype
     backend, _ = attention_backend(
-        "auto" if dtype is not base.dtype else base.model.attention.name,
+        "auto" if dtype is not base.dtype or is_check else base.model.attention.name,
         device=base.device,
         dtype=dtype,
         block_size=None,
@@ -129,19 +132,18 @@ def overlap_weight(mapping: VocabularyMapping, target: Tokenizer) -> float:
     return float(torch.isin(token_ids, mapping.target_ids).double().mean())
 
 
-def _method(asked: UsdMethod, mapping: VocabularyMapping | None, target: Tokenizer) -> UsdMethod:
+def _method(asked: UsdMethod, mapping: VocabularyMapping | None, target: Tokenizer) -> tuple[UsdMethod, str]:
+    """The method, and why."""
     if mapping is None:
-        logger.info("usd: the draft model has the same tokenizer; it drafts in the model's own tokens")
-        return UsdMethod.TLI
+        return UsdMethod.TLI, "the draft model has the same tokenizer; it drafts in the model's own tokens"
     weight = overlap_weight(mapping, target)
     chosen = asked
     if asked is UsdMethod.AUTO:
         chosen = UsdMethod.TLI if weight >= MIN_TLI_WEIGHT else UsdMethod.SLEM
-    logger.info(
-        f"usd: drafts by {chosen} ({'chosen' if asked is UsdMethod.AUTO else 'as asked'}); the vocabularies share "
+    return chosen, (
+        f"drafts by {chosen} ({'chosen' if asked is UsdMethod.AUTO else 'as asked'}); the vocabularies share "
         f"{len(mapping.target_ids)} tokens, {weight:.1%} by weight"
     )
-    return chosen
 
 
 def _check_sizes(files: ModelFiles, base: Base) -> int:

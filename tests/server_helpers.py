@@ -192,6 +192,10 @@ def main() -> None:
     """Serve until a signal; the argument is JSON with what differs from the usual."""
     options = json.loads(sys.argv[1])
 
+    def check(config: ServerConfig) -> None:
+        if options.get("check_error"):
+            raise ModelError("no such model: nowhere/at-all")
+
     def build(config: ServerConfig) -> Serving:
         time.sleep(options.get("load_s", 0))
         if options.get("build_error") == "model":
@@ -217,7 +221,7 @@ def main() -> None:
     )
     config = dataclasses.replace(CONFIG, server=listen)
     configure_logging(config.log)
-    sys.exit(run_server(config, build, on_ready))
+    sys.exit(run_server(config, check, build, on_ready))
 
 
 if __name__ == "__main__":

@@ -202,6 +202,10 @@ def test_a_signal_while_loading(start, number):
 
 
 def test_errors_of_loading(start):
+    process = start(check_error=True)
+    assert process.exit_code() == 1
+    assert "no such model: nowhere/at-all" in process.log and "Traceback" not in process.log
+    assert "listening on" not in process.log  # found before the port opens
     process = start(build_error="model")
     assert process.exit_code() == 1
     assert "no such model: nowhere/nothing" in process.log and "Traceback" not in process.log
