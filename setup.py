@@ -17,7 +17,9 @@ setup(
         # Plain C behind ctypes: it needs no Python or torch headers, so it builds in a second.
         Extension(
             "specserve.models.cpu_kernels._kernels",
-            sources=[f"models/cpu_kernels/{name}.c" for name in ("kernels", "linear", "sampling", "tape")],
+            sources=[
+                f"models/cpu_kernels/{name}.c" for name in ("kernels", "linear", "sampling", "collective", "tape")
+            ],
             depends=[f"models/cpu_kernels/{name}.h" for name in ("common", "linear_levels", "linear_tile")],
             extra_compile_args=[
                 *("-O3", "-std=c11", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")

@@ -3,11 +3,6 @@
 import contextlib
 import importlib.util
 import json
-import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +11,7 @@ import pytest
 import torch
 from gemma3_parts import join_parts
 from mixed import CACHE, LOCAL, SMALL
+from processes import ServerProcess
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.config import load_config
@@ -23,59 +19,7 @@ from specserve.models.hub import resolve_model
 from specserve.models.tokenizer import load_tokenizer
 from specserve.router_client.client import Client
 
-READY = re.compile(r"specserve is ready at (\S+): model (\S+), (\d+) KV tokens")
-START_SECONDS = 120
 TINY_PROMPTS = json.loads((Path(__file__).parent / "data" / "tiny_prompts.json").read_text("utf-8"))
-
-
-class ServerProcess:
-    """`specserve serve` as a process of its own; its output is kept for messages of failed tests."""
-
-    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "specserve.server", "serve", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_ready(self, seconds: float = START_SECONDS) -> str:
-        """The address, once the server says that it is ready."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for line in self.lines:
-                if match := READY.search(line):
-                    return match[1]
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.output}"
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {seconds} s:\n{self.output}")
-
-    def wait_exit(self, seconds: float = START_SECONDS) -> int:
-        """The exit code."""
-        code = self.process.wait(seconds)
-        self._reader.join(5)
-        return code
-
-    def terminate(self, number: int = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        """Make sure that it is gone."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
 
 
 @pytest.fixture

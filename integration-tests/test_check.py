@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specserve.models.hub import ModelError
 from specserve.models.weights import SafetensorsFiles
-from specserve.server import launch
+from specserve.server import loading
 from specserve.server.config import ConfigError, ModelOptions, SchedulerOptions, ServerConfig, SpeculatorOptions
 from specserve.speculators.base import SpeculatorType
 
@@ -34,7 +34,7 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize("kind", ["none", "mlp", "medusa", "usd"])
 def test_what_fits_passes_without_its_weights_being_read(kind, tiny_model, tiny_bigram, tiny_repeating, no_weights):
     ids = {"mlp": tiny_bigram, "medusa": tiny_repeating, "usd": tiny_model}
-    launch.check(configure(tiny_model, kind, ids.get(kind)))
+    loading.check(configure(tiny_model, kind, ids.get(kind)))
 
 
 def test_models_that_store_a_tied_head_too_pass(make_tiny_model, tmp_path, no_weights):
@@ -42,19 +42,19 @@ def test_models_that_store_a_tied_head_too_pass(make_tiny_model, tmp_path, no_we
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    launch.check(configure(tmp_path))
+    loading.check(configure(tmp_path))
 
 
 def test_what_is_not_here_is_left_to_the_download(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    launch.check(configure("nobody/nothing-of-that-name"))
-    launch.check(configure(tiny_model, "mlp", "nobody/nothing-of-that-name"))
+    loading.check(configure("nobody/nothing-of-that-name"))
+    loading.check(configure(tiny_model, "mlp", "nobody/nothing-of-that-name"))
 
 
 def test_misfits(tiny_model, make_tiny_model, tiny_bigram, tiny_repeating, tmp_path, no_weights):
     def expect(config: ServerConfig, message: str, error: type[Exception] = ModelError) -> None:
         with pytest.raises(error, match=message):
-            launch.check(config)
+            loading.check(config)
 
     wide = make_tiny_model(tmp_path / "wide", hidden_size=64)
     expect(configure(wide, "mlp", tiny_bigram), "emb_dim is 32, but the hidden size of the model .* is 64")

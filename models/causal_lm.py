@@ -10,7 +10,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.forward_batch import ForwardBatch
 from specserve.models.kv_cache import KVCache
 from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead, load_vocabulary_slice
-from specserve.models.layers.linear import Projection, shard_units
+from specserve.models.layers.linear import share_heads
 from specserve.models.layers.matrix import Matrix
 from specserve.models.layers.rotary import RotaryEmbedding
 from specserve.models.parallel import TensorParallel
@@ -32,10 +32,9 @@ class CausalLM(nn.Module):
         self.config = config
         self.dtype = reader.dtype  # of states and KV cache, and of weights unless they are quantized
         self.attention = attention
-        kv_heads = Projection("k_proj", config.num_kv_heads, config.head_dim, replicates=True)
-        _, self.num_kv_heads = shard_units(kv_heads, parallel)
+        _, (_, self.num_kv_heads) = share_heads(config.num_heads, config.num_kv_heads, parallel)
         self._load_vocabulary(reader, parallel)
-        can_replay = attention.name == "cpu" and parallel.size == 1
+        can_replay = attention.name == "cpu" and parallel.can_replay
         self.replays = ReplayedDecode(self.decode) if can_replay else None
 
     @property

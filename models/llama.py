@@ -9,7 +9,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.forward_batch import ForwardBatch
 from specserve.models.kv_cache import KVCache
 from specserve.models.layers.activation import GATED_ACTIVATIONS
-from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
+from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, share_heads
 from specserve.models.layers.norm import RMSNorm
 from specserve.models.layers.rotary import RotaryEmbedding, apply_rotary
 from specserve.models.parallel import TensorParallel
@@ -34,20 +34,20 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
-        heads = Projection("q_proj", config.num_heads, config.head_dim)
+        heads, kv_heads = share_heads(config.num_heads, config.num_kv_heads, parallel)
         self.qkv_proj = ColumnParallelLinear(
             reader,
             [
-                heads,
-                Projection("k_proj", config.num_kv_heads, config.head_dim, replicates=True),
-                Projection("v_proj", config.num_kv_heads, config.head_dim, replicates=True),
+                Projection("q_proj", config.num_heads, config.head_dim, heads),
+                Projection("k_proj", config.num_kv_heads, config.head_dim, kv_heads),
+                Projection("v_proj", config.num_kv_heads, config.head_dim, kv_heads),
             ],
             config.hidden_size,
             bias=config.qkv_bias,
             parallel=parallel,
         )
         self.num_heads, self.num_kv_heads, _ = self.qkv_proj.num_units
-        output = Projection("o_proj", config.num_heads, config.head_dim)
+        output = Projection("o_proj", config.num_heads, config.head_dim, heads)
         self.o_proj = RowParallelLinear(reader, output, config.hidden_size, bias=config.output_bias, parallel=parallel)
 
     def forward(

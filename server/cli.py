@@ -64,7 +64,8 @@ def serve(
     dtype: opt.DTypeFlag = DType.AUTO,
     device: opt.DeviceFlag = Device.AUTO,
     attention_backend: opt.AttentionBackend = AttentionBackendName.AUTO,
-    num_shard: opt.NumShard = 1,
+    num_shard: opt.NumShard = None,
+    rank_timeout: opt.RankTimeout = 5.0,
     num_threads: opt.NumThreads = None,
     kv_cache_memory: opt.KvCacheMemory = None,
     block_size: opt.BlockSize = None,
@@ -93,16 +94,26 @@ def serve(
 ) -> None:
     """Serve a model over gRPC. A token for the Hub is taken from HF_TOKEN."""
     config = resolve(context.params)
-    from specserve.server.grpc_server import run_server
     from specserve.server.logs import configure_logging
 
     configure_logging(config.log)
-    _show_config(config)
+    if config.parallel.num_shard > 1 and config.parallel.place is None:
+        from specserve.server.launcher import run_shards
+
+        raise typer.Exit(run_shards(config.parallel.num_shard, sys.argv[1:]))
+    if config.parallel.place is None or config.parallel.place.rank == 0:
+        _show_config(config)
+    if config.parallel.place is not None:
+        from specserve.server.rank import run_rank
+
+        raise typer.Exit(run_rank(config, _announcer(config)))
+    from specserve.server.grpc_server import run_server
+
     raise typer.Exit(run_server(config, _check, _build, _announcer(config)))
 
 
 def _check(config: ServerConfig) -> None:
-    from specserve.server.launch import check
+    from specserve.server.loading import check
 
     check(config)
 

@@ -59,7 +59,20 @@ AttentionBackend = Annotated[
     _option(_MODEL, "SPECSERVE_ATTENTION_BACKEND", "auto: flash on GPUs, cpu where its kernels are built, else torch."),
 ]
 NumShard = Annotated[
-    int, _option(_MODEL, "NUM_SHARD", "Processes over which the model is split; only 1 is built.", min=1)
+    int | None,
+    _auto(
+        _MODEL,
+        "NUM_SHARD",
+        "Processes over which the model is split, each with a GPU (or a share of the cores).",
+        "1, or as many as torchrun started",
+        min=1,
+    ),
+]
+RankTimeout = Annotated[
+    float,
+    _option(
+        _MODEL, "SPECSERVE_RANK_TIMEOUT", "Seconds without a sign of life or progress of a shard that end the server."
+    ),
 ]
 NumThreads = Annotated[
     int | None, _auto(_MODEL, "SPECSERVE_NUM_THREADS", "Threads that compute on CPUs.", "torch's choice", min=1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specserve.server.place import RankPlace, rank_place
 from specserve.speculators.base import SpeculatorType, UsdMethod
 
 DEFAULT_HOSTNAME = "0.0.0.0"
@@ -138,6 +139,8 @@ class ParallelOptions:
 
     num_shard: int = 1
     num_threads: int | None = None
+    rank_timeout_s: float = 5.0
+    place: RankPlace | None = field(default=None, repr=False)  # of this process, if a launcher started it
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +227,21 @@ def resolve(flags: Mapping[str, Any]) -> ServerConfig:
             max_concurrent_requests=flags["max_concurrent_requests"],
         ),
         speculator=_speculator(flags),
-        parallel=ParallelOptions(num_shard=flags["num_shard"], num_threads=flags["num_threads"]),
+        parallel=_parallel(flags),
         server=_listen(flags),
         log=LogOptions(level=flags["log_level"], json=flags["json_logs"]),
     )
     _check_limits(config.scheduler)
-    if config.parallel.num_shard > 1:
-        raise ConfigError(f"--num-shard is {config.parallel.num_shard}; only 1 is built yet")
     return config
+
+
+def _parallel(flags: Mapping[str, Any]) -> ParallelOptions:
+    place, num_shard, timeout_s = rank_place(), flags["num_shard"], flags["rank_timeout"]
+    if place is not None and num_shard not in (None, place.size):
+        raise ConfigError(f"--num-shard is {num_shard}, but {place.size} processes were started; leave it out")
+    if not (math.isfinite(timeout_s) and timeout_s >= 1):
+        raise ConfigError(f"--rank-timeout is {timeout_s:g}; it must be 1 or more seconds")
+    return ParallelOptions(place.size if place else num_shard or 1, flags["num_threads"], timeout_s, place)
 
 
 def required(flags: Mapping[str, Any], name: str) -> str:

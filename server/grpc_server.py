@@ -1,9 +1,8 @@
 """The grpc.aio server: addresses, health, reflection, and its life from binding to the exit code."""
 
 import asyncio
-import os
+import concurrent.futures
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,14 +17,16 @@ from specserve.models.hub import ModelError
 from specserve.server.config import ConfigError, ListenOptions, ServerConfig
 from specserve.server.interceptors import CallInterceptor
 from specserve.server.listen import ListenError, check_tcp, check_unix
+from specserve.server.process import leave
 from specserve.server.service import SERVICE_NAME, TextGenerationService
 from specserve.server.serving import Serving
 from specserve.server.version import package_version
+from specserve.server.worker.errors import RankError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 LAST_MESSAGES_S = 5.0  # for the last messages of streams that have ended
-ENGINE_STOP_S = 10.0
+ENGINE_STOP_S, STUCK_ENGINE_S = 10.0, 0.5
 
 T = TypeVar("T")
 
@@ -51,6 +52,13 @@ class GrpcServer:
         self.service = TextGenerationService(config, version=package_version())
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in grpc-stubs
         self.address = ""
+
+    def check_addresses(self) -> None:
+        """Raise ListenError if they are taken or can't be had."""
+        if self._listen.port is not None:
+            check_tcp(self._listen.hostname, self._listen.port)
+        if self._listen.unix_socket is not None:
+            check_unix(self._listen.unix_socket)
 
     async def start(self) -> None:
         """Bind and answer; `address` is then what clients connect to. Raises ListenError."""
@@ -85,14 +93,13 @@ class GrpcServer:
             await self._health.set(name, status)
 
     def _bind(self) -> list[str]:
+        self.check_addresses()
         addresses = []
         listen = self._listen
         if listen.port is not None:
-            check_tcp(listen.hostname, listen.port)
             host = f"[{listen.hostname}]" if ":" in listen.hostname else listen.hostname
             addresses.append(f"{host}:{self._add_port(f'{host}:{listen.port}')}")
         if listen.unix_socket is not None:
-            check_unix(listen.unix_socket)
             addresses.append(f"unix:{listen.unix_socket}")
             self._add_port(addresses[-1])
         return addresses
@@ -158,8 +165,10 @@ class _Life:
         check: Callable[[ServerConfig], None],
         build: Callable[[ServerConfig], Serving],
         on_ready: Callable[[str, Serving], None],
+        failure: "concurrent.futures.Future[RankError] | None",
     ) -> None:
         self._config = config
+        self._failure = failure
         self._check = check
         self._build = build
         self._on_ready = on_ready
@@ -168,31 +177,40 @@ class _Life:
 
     async def run(self) -> int:
         """The exit code. Raises ListenError and whatever `check` and `build` raise."""
+        self._server.check_addresses()  # before torch is loaded, which takes seconds
         signals = _Signals()
         term = asyncio.ensure_future(signals.first.wait())
+        self._failed = asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            self._failed = asyncio.wrap_future(self._failure)
         checking = _in_daemon_thread(lambda: self._check(self._config))
-        await _first_of(checking, term)
-        if not checking.done():
-            self.leaves_threads = True
+        if not await self._is_done(checking, term):
             return 0
         checking.result()
         await self._server.start()
         try:
             logger.info("listening on {}; loading {}", self._server.address, self._config.model.model_id)
             loading = _in_daemon_thread(lambda: self._build(self._config))
-            await _first_of(loading, term)
-            if not loading.done():
+            if not await self._is_done(loading, term):
                 logger.info("stopped while loading")
-                self.leaves_threads = True
                 return 0
             return await self._serve(loading.result(), signals, term)
         finally:
             await self._server.begin_shutdown()
             await self._server.stop()
 
+    async def _is_done(self, work: "asyncio.Future[Any]", term: "asyncio.Future[Any]") -> bool:
+        """Whether the work of a thread came to its end, or a signal came first. Raises the failure of a rank."""
+        await _first_of(work, term, self._failed)
+        self.leaves_threads = not work.done()
+        if self._failed.done() and not (work.done() and work.exception()):
+            raise self._failed.result()
+        return work.done()
+
     async def _serve(self, serving: Serving, signals: _Signals, term: "asyncio.Future[Any]") -> int:
         engine = serving.engine
         await engine.start()
+        self._failed.add_done_callback(lambda failed: engine.fail(failed.result()))
         try:
             await self._server.open(serving)
             self._on_ready(self._server.address, serving)
@@ -206,9 +224,11 @@ class _Life:
             return 128 + signals.number if signals.second.is_set() else 0
         finally:
             try:
-                await asyncio.wait_for(engine.stop(), ENGINE_STOP_S)
+                # After the failure of another rank it may wait for ever.
+                stop_s = STUCK_ENGINE_S if self._failed.done() else ENGINE_STOP_S
+                await asyncio.wait_for(engine.stop(), stop_s)
             except TimeoutError:
-                logger.error("the engine did not stop within {:g} s", ENGINE_STOP_S)
+                logger.error("the engine did not stop within {:g} s", stop_s)
                 self.leaves_threads = True
 
     async def _drain(self, serving: Serving, signals: _Signals) -> None:
@@ -229,31 +249,35 @@ def run_server(
     check: Callable[[ServerConfig], None],
     build: Callable[[ServerConfig], Serving],
     on_ready: Callable[[str, Serving], None],
+    *,
+    failure: "concurrent.futures.Future[RankError] | None" = None,
+    at_exit: Callable[[str], None] = lambda error: None,
 ) -> int:
     """Serve until a signal or the engine's end; the exit code.
 
     `check` runs before the server listens, `build` on a thread while it listens already. `on_ready` hears the address
-    when requests can be answered. Errors that a user can put right take one line in the log.
+    when requests can be answered. `failure` is that of another rank, which ends the server; `at_exit` hears why
+    it ends, "" if it was asked to. Errors that a user can put right take one line in the log.
     """
-    life = _Life(config, check, build, on_ready)
+    life = _Life(config, check, build, on_ready, failure)
 
     async def run() -> int:
         code = await life.run()
+        at_exit("" if code == 0 or code > 128 else "the server has failed")
         if life.leaves_threads:
-            # They are inside native code, which the end of the interpreter would pull the ground from under.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            leave(code)
         return code
 
     try:
         return asyncio.run(run())
-    except (ListenError, ModelError) as error:
+    except (ListenError, ModelError, RankError, ConfigError) as error:
         logger.error("{}", error)
-        return 1
-    except ConfigError as error:
-        logger.error("{}", error)
-        return 2
+        at_exit(str(error))
+        code = 2 if isinstance(error, ConfigError) else 1
     except Exception as error:
         logger.opt(exception=error).error("the server has failed")
-        return 1
+        at_exit(f"{type(error).__name__}: {error}")
+        code = 1
+    if life.leaves_threads:
+        leave(code)
+    return code

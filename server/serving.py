@@ -31,6 +31,10 @@ class EngineClient(Protocol):
         """Refuse new requests, wait for the running ones, end those that are left with DrainingError."""
         ...
 
+    def fail(self, error: Exception) -> None:
+        """Set `dead`, and end all streams with the error."""
+        ...
+
     async def stop(self) -> None:
         """End for good."""
         ...

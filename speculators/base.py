@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from specserve.models.layers.embedding import VocabParallelHead
+
 
 class SpeculatorType(enum.StrEnum):
     """What drafts tokens; the only selector of a speculator."""
@@ -56,6 +58,7 @@ class Choose(Protocol):
         step: int,
         target_ids: torch.Tensor | None = None,
         indices: Sequence[int] | None = None,
+        head: VocabParallelHead | None = None,
     ) -> torch.Tensor:
         """Columns [n]."""
         ...
@@ -76,10 +79,11 @@ class RowsRoom:
 class ProposalInput:
     """The rows to draft for, right after their last token was emitted.
 
-    `choose(logits [n, Vd], step, target_ids, indices)` picks from a head's logits the token at draft position `step`
-    as the target picks its own: the likeliest one or, where the request samples, a draw with the same noise that the
-    target will draw with. target_ids [Vd] are the ids that the columns stand for, None where they are the ids;
-    indices are the n rows, None for all of them. It gives columns [n].
+    `choose(logits [n, Vd], step, target_ids, indices, head)` picks from a head's logits the token at draft position
+    `step` as the target picks its own: the likeliest one or, where the request samples, a draw with the same noise that
+    the target will draw with. target_ids [Vd] are the ids that the columns stand for, None where they are the ids;
+    indices are the n rows, None for all of them. With a head the logits are what its `local` gave on this rank; the
+    choice is made over all ranks. It gives columns [n].
     """
 
     row_slots: list[int]

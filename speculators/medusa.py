@@ -68,7 +68,8 @@ class MedusaSpeculator(Speculator):
             state = rows.hidden
             for block in self.blocks[step]:
                 state = block(state)
-            tokens = rows.choose(self.heads[step](state), step, target_ids)
+            head = self.heads[step]
+            tokens = rows.choose(head.local(state), step, target_ids, head=head)
             drafted[:, step] = tokens if self.vocabulary is None else self.vocabulary.to_target(tokens)
         return Draft(drafted, [min(length, num_drafts) for length in rows.max_lengths])
 

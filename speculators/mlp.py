@@ -134,7 +134,7 @@ class MLPSpeculator(Speculator):
         for step in range(num_drafts):
             stage = self.stages[step]
             state = stage(state, tokens)
-            tokens = rows.choose(stage.head(state), step, target_ids)
+            tokens = rows.choose(stage.head.local(state), step, target_ids, head=stage.head)
             drafted[:, step] = tokens if self.vocabulary is None else self.vocabulary.to_target(tokens)
         return Draft(drafted, [min(length, num_drafts) for length in rows.max_lengths])
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import small_tokenizer
 import tokenizers
 from gemma3_parts import join_parts
 
@@ -139,23 +140,7 @@ def gemma3_gguf(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sentencepiece_backend():
-    """A small tokenizer in the manner of Llama 2: ▁ for spaces, byte fallback, BOS added, 300 entries."""
-    specials = ["<unk>", "<s>", "</s>"]
-    letters = ["▁", *"etaoinshrdlu.,é"]
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n"), ("▁", "a"), ("e", "r"), ("o", "u"), ("▁", "▁")]
-    pieces = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *(a + b for a, b in merges)]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    d = tokenizers.decoders
-    backend.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
-    backend.add_special_tokens(specials)
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return backend
+    return small_tokenizer.sentencepiece_backend()
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def served(run, monkeypatch):
     import specserve.server.grpc_server as grpc_server
 
     configs = []
-    monkeypatch.setattr(grpc_server, "run_server", lambda config, build, on_ready: configs.append(config) or 0)
+    monkeypatch.setattr(grpc_server, "run_server", lambda config, *_: configs.append(config) or 0)
     monkeypatch.setattr("specserve.server.logs.configure_logging", lambda options: None)
 
     def served(*arguments: str) -> ServerConfig:
@@ -90,6 +90,7 @@ ALL_FLAGS = {
     "--device": ("SPECSERVE_DEVICE", "cpu"),
     "--attention-backend": ("SPECSERVE_ATTENTION_BACKEND", "torch"),
     "--num-shard": ("NUM_SHARD", "1"),
+    "--rank-timeout": ("SPECSERVE_RANK_TIMEOUT", "4.5"),
     "--num-threads": ("SPECSERVE_NUM_THREADS", "3"),
     "--kv-cache-memory": ("SPECSERVE_KV_CACHE_MEMORY", "1.5GiB"),
     "--block-size": ("SPECSERVE_BLOCK_SIZE", "32"),
@@ -118,7 +119,7 @@ EVERYTHING = ServerConfig(
     CacheOptions(3 * 2**29, 32, False),
     SchedulerOptions(100, 200, 300, 5, 6),
     SpeculatorOptions(SpeculatorType.MLP, "org/heads", 3, DraftLengthRule.FIXED),
-    parallel=ParallelOptions(1, 3),
+    parallel=ParallelOptions(1, 3, 4.5),
     server=ListenOptions("127.0.0.1", 0, Path("/tmp/s.sock"), 10**6, 0.5, 7, 8),
     log=LogOptions(LogLevel.DEBUG, True),
 )
@@ -248,7 +249,7 @@ def test_wrong_sizes(text):
         (["--model-id", "x", "--num-speculative-tokens", "0"], ["--num-speculative-tokens", "1"]),
         (["--model-id", "x", "--speculator", "magic"], ["--speculator", "magic"]),
         (["--model-id", "x", "--speculator-id", "y"], ["--speculator-id is 'y'", "--speculator is none"]),
-        (["--model-id", "x", "--num-shard", "2"], ["--num-shard is 2", "only 1"]),
+        (["--model-id", "x", "--rank-timeout", "0.5"], ["--rank-timeout is 0.5", "1 or more seconds"]),
         (["--model-id", "x", "--kv-cache-memory", "2Q"], ["--kv-cache-memory is '2Q'", "2GiB"]),
         (["--model-id", "x", "--kv-cache-memory", "0"], ["--kv-cache-memory is '0'", "more than 0"]),
         (["--model-id", "x", "--max-message-size", "1000"], ["--max-message-size is '1000'", "1024.."]),

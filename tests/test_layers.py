@@ -11,7 +11,7 @@ from specserve.models.cpu_kernels import binding
 from specserve.models.hub import ModelError, ModelFiles
 from specserve.models.layers.activation import GATED_ACTIVATIONS
 from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead, load_vocabulary_slice
-from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear
+from specserve.models.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, share_heads
 from specserve.models.layers.matrix import Matrix
 from specserve.models.layers.norm import HeadNorm, RMSNorm
 from specserve.models.parallel import TensorParallel
@@ -46,32 +46,64 @@ def reader(tensors, tmp_path):
     return WeightReader(source, dtype=torch.float32, device=torch.device("cpu")).scope("model")
 
 
-@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_attention_projections_in_shards(size, tensors, reader):
-    """6 query heads and 2 kv heads of 8; with 6 ranks each holds one query head and the kv head that it uses."""
+    """6 query heads and 2 kv heads of 8: ranks share kv heads where there are more ranks, not always evenly."""
     x = torch.randn(5, 20)
     whole = {name: F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in "qkv"}
-    summed = torch.zeros(5, 20)
+    summed, num_heads = torch.zeros(5, 20), 0
     for rank in range(size):
         parallel = OneRank(rank, size)
-        kv = [Projection(name, 2, 8, replicates=True) for name in "kv"]
-        column = ColumnParallelLinear(reader, [Projection("q", 6, 8), *kv], 20, bias=True, parallel=parallel)
-        num_q, num_k, num_v = column.num_units
-        assert num_q == 6 // size and num_k == num_v == max(1, 2 // size)
+        heads, kv_heads = share_heads(6, 2, parallel)
+        kv = [Projection(name, 2, 8, kv_heads) for name in "kv"]
+        column = ColumnParallelLinear(reader, [Projection("q", 6, 8, heads), *kv], 20, bias=True, parallel=parallel)
+        assert column.num_units == [heads[1], kv_heads[1], kv_heads[1]]
         q, k, v = column(x).split([8 * count for count in column.num_units], dim=-1)
-        torch.testing.assert_close(q, whole["q"][:, rank * num_q * 8 :][:, : num_q * 8])
-        first_kv = rank * num_q // 3  # three query heads share a kv head
-        torch.testing.assert_close(k, whole["k"][:, first_kv * 8 :][:, : num_k * 8])
-        torch.testing.assert_close(v, whole["v"][:, first_kv * 8 :][:, : num_v * 8])
-        row = RowParallelLinear(reader, Projection("o", 6, 8), 20, bias=True, parallel=parallel)
+        first_kv = heads[0] // 3  # three query heads share a kv head
+        assert kv_heads[0] == first_kv and heads[1] % kv_heads[1] == 0
+        torch.testing.assert_close(q, whole["q"][:, heads[0] * 8 :][:, : heads[1] * 8])
+        torch.testing.assert_close(k, whole["k"][:, first_kv * 8 :][:, : kv_heads[1] * 8])
+        torch.testing.assert_close(v, whole["v"][:, first_kv * 8 :][:, : kv_heads[1] * 8])
+        row = RowParallelLinear(reader, Projection("o", 6, 8, heads), 20, bias=True, parallel=parallel)
         summed += row(q)
+        num_heads += heads[1]
+    assert num_heads == 6
     torch.testing.assert_close(summed, F.linear(whole["q"], tensors["o.weight"], tensors["o.bias"]))
 
 
-@pytest.mark.parametrize(("size", "units"), [(4, Projection("q", 6, 8)), (3, Projection("k", 2, 8, replicates=True))])
-def test_heads_that_cannot_be_divided_are_refused(size, units, reader):
-    with pytest.raises(ModelError, match=rf"num_shard is {size}, which can't divide the {units.num_units} units of"):
-        ColumnParallelLinear(reader, [units], 20, bias=False, parallel=TensorParallel(0, size))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (8, 2), (9, 3), (9, 9), (12, 4), (64, 8)])
+def test_heads_are_shared_out_whole_and_as_evenly_as_kv_heads_allow(heads, kv_heads):
+    group = heads // kv_heads
+    for size in range(1, heads + 1):
+        try:
+            shares = [share_heads(heads, kv_heads, TensorParallel(rank, size)) for rank in range(size)]
+        except ModelError:
+            assert size > kv_heads and -(-size // kv_heads) > group
+            continue
+        owned = [head for (first, count), _ in shares for head in range(first, first + count)]
+        assert owned == list(range(heads))
+        for (first, count), (first_kv, num_kv) in shares:
+            assert count % num_kv == 0 and count > 0
+            for place, head in enumerate(range(first, first + count)):
+                assert head // group == first_kv + place // (count // num_kv)
+        counts = [num_kv for _, (_, num_kv) in shares]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 7), (4, 4, 5), (4, 1, 8), (8, 2, 9)])
+def test_more_ranks_than_heads_are_refused(heads, kv_heads, size):
+    with pytest.raises(ModelError, match=rf"--num-shard is {size}, but the {heads} attention heads .*{kv_heads} KV"):
+        share_heads(heads, kv_heads, TensorParallel(0, size))
+
+
+def test_features_that_do_not_divide(tensors, reader):
+    sizes = [
+        ColumnParallelLinear(reader, [Projection("q", 48)], 20, bias=False, parallel=OneRank(rank, 5))
+        for rank in range(5)
+    ]
+    assert [column.num_units for column in sizes] == [[10], [10], [10], [9], [9]]
+    with pytest.raises(ModelError, match="--num-shard is 50, but q has 48 units"):
+        ColumnParallelLinear(reader, [Projection("q", 48)], 20, bias=False, parallel=OneRank(49, 50))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])

@@ -26,6 +26,16 @@ class AttentionBatch(ctypes.Structure):
     )
 
 
+class SharedRanks(ctypes.Structure):
+    """The processes of one machine that compute together (the struct of the same name in common.h)."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("rank", "size", "slot_bytes")),
+        ("base", _POINTER),
+        ("count", ctypes.c_uint64),
+    )
+
+
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "paged_attention": (ctypes.c_int, (_POINTER, *(_POINTER, _INT) * 3, _POINTER, _POINTER, _FLOAT, _INT, _POINTER)),
     "rms_norm": (None, (_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _INT, _POINTER, _INT)),
@@ -33,6 +43,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rotate": (None, (_INT, _POINTER, _INT, _POINTER, _POINTER, *(_INT,) * 3)),
     "gated_activation": (None, (_INT, _POINTER, _INT, _INT, _POINTER, _INT)),
     "linear": (ctypes.c_int, (_INT, *(_POINTER,) * 4, _INT, _INT, _POINTER, _INT)),
+    "all_reduce": (None, (_INT, _POINTER, _INT, _POINTER)),
+    "all_gather": (None, (_INT, _POINTER, _INT, _POINTER, _POINTER)),
     "argmax": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "row_mass": (None, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "sorted_head": (ctypes.c_int, (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT)),
@@ -236,6 +248,21 @@ def _gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
         *("gated_activation", num_tokens, gate_up.data_ptr(), width, activation, out.data_ptr()),
         torch.get_num_threads(),
     )
+    return out
+
+
+def all_reduce(x: torch.Tensor, ranks: SharedRanks) -> torch.Tensor:
+    """The sum of x [N, E] over the ranks, in their order, in place."""
+    _call_rows("all_reduce", x.shape[0], x.data_ptr(), x.numel() // max(1, x.shape[0]), ctypes.addressof(ranks))
+    return x
+
+
+def all_gather(x: torch.Tensor, ranks: SharedRanks) -> torch.Tensor:
+    """X [n, m], contiguous and of any dtype, of each rank -> [n, size, m]."""
+    row_bytes = x.shape[1] * x.element_size()
+    assert row_bytes <= ranks.slot_bytes and recording() is None
+    out = x.new_empty(x.shape[0], ranks.size, x.shape[1])
+    kernels().all_gather(x.shape[0], x.data_ptr(), row_bytes, out.data_ptr(), ctypes.addressof(ranks))
     return out
 
 

@@ -55,6 +55,13 @@ typedef struct {
     int64_t num_threads;
 } AttentionBatch;
 
+/* The processes of one machine that compute together; mirrored by binding.SharedRanks. */
+typedef struct {
+    int64_t rank, size, slot_bytes;
+    char *base;
+    uint64_t count; /* exchanges of this rank so far */
+} SharedRanks;
+
 /* The kernels that a tape can hold (tape.c); n counts rows. */
 void rms_norm(int64_t n, float *x, const float *residual, const float *weight, float eps, int64_t e, float *out,
               int64_t num_threads);
@@ -68,5 +75,6 @@ int linear(int64_t n, const float *x, const void *w, const float *scales, const 
 int paged_attention(const AttentionBatch *b, const float *q, int64_t q_stride, const float *k, int64_t k_stride,
                     const float *v, int64_t v_stride, float *keys, float *values, float scale, int64_t window,
                     float *out);
+void all_reduce(int64_t n, float *x, int64_t width, SharedRanks *ranks);
 
 #endif

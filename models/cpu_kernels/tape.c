@@ -38,6 +38,9 @@ int replay(const Call *calls, int64_t count, int64_t n) {
             failed = paged_attention(a[0].p, a[1].p, a[2].i, a[3].p, a[4].i, a[5].p, a[6].i, a[7].p, a[8].p, a[9].f,
                                      a[10].i, a[11].p);
             break;
+        case 6:
+            all_reduce(n, a[0].p, a[1].i, a[2].p);
+            break;
         }
     }
     return failed;

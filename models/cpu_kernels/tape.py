@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 # In the order of the cases in tape.c.
-KERNELS = ("rms_norm", "head_norm", "rotate", "gated_activation", "linear", "paged_attention")
+KERNELS = ("rms_norm", "head_norm", "rotate", "gated_activation", "linear", "paged_attention", "all_reduce")
 MAX_ARGUMENTS = 12
 
 

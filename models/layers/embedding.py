@@ -1,6 +1,7 @@
 """Token embedding and output head; the vocabulary is padded to a multiple of the ranks and sliced."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from specserve.models.layers.matrix import Matrix
@@ -48,6 +49,21 @@ class VocabParallelHead(nn.Module):
         self.matrix = matrix
         self.vocab_size = vocab_size
         self.parallel = parallel
+
+    @property
+    def first(self) -> int:
+        """The column of this rank's first logit."""
+        return min(self.parallel.rank * self.matrix.shape[0], self.vocab_size)
+
+    def local(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, E] -> this rank's columns of the logits [R, n], float32; n may be 0."""
+        logits: torch.Tensor = self.matrix(hidden)
+        return logits[:, : self.vocab_size - self.first].float()
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """What `local` gave on each rank -> [R, V], on all ranks."""
+        padded = F.pad(logits, (0, self.matrix.shape[0] - logits.shape[1]))
+        return self.parallel.all_gather_last_dim(padded)[:, : self.vocab_size]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, E] -> [R, V] float32, on all ranks."""

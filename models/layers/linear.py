@@ -11,28 +11,49 @@ from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.weights import WeightReader
 
+Share = tuple[int, int]  # first and number
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A tensor of the checkpoint whose outputs are `num_units` (heads, say) of `unit_size` features.
 
-    `replicates` lets several ranks hold the same unit where there are fewer units than ranks.
+    `share` are the units of this rank; None: an even part.
     """
 
     name: str
     num_units: int
     unit_size: int = 1
-    replicates: bool = False
+    share: Share | None = None
 
 
-def shard_units(what: Projection, parallel: TensorParallel) -> tuple[int, int]:
-    """First unit and number of units on this rank; ModelError if they can't be divided among the ranks."""
-    if what.num_units % parallel.size == 0:
-        count = what.num_units // parallel.size
-        return parallel.rank * count, count
-    if what.replicates and parallel.size % what.num_units == 0:
-        return parallel.rank * what.num_units // parallel.size, 1
-    raise ModelError(f"num_shard is {parallel.size}, which can't divide the {what.num_units} units of {what.name}")
+def share_heads(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> tuple[Share, Share]:
+    """The query heads and the KV heads of this rank; ModelError if there are more ranks than heads to give them.
+
+    KV heads go to the ranks with all query heads that use them. Where there are fewer than ranks, several ranks hold
+    the same one, and share its query heads. Every KV head of a rank has equally many query heads there.
+    """
+    group = num_heads // num_kv_heads
+    if parallel.size <= num_kv_heads:
+        first, count = parallel.share(num_kv_heads)
+        return (first * group, count * group), (first, count)
+    owners = [rank * num_kv_heads // parallel.size for rank in range(parallel.size)]  # the KV head of each rank
+    mine = owners[parallel.rank]
+    among = TensorParallel(parallel.rank - owners.index(mine), owners.count(mine))
+    first, count = among.share(group)
+    if max(map(owners.count, owners)) > group:
+        raise ModelError(
+            f"--num-shard is {parallel.size}, but the {num_heads} attention heads of the model ({num_kv_heads} KV "
+            "heads) can't give each shard one; choose fewer shards"
+        )
+    return (mine * group + first, count), (mine, 1)
+
+
+def _units(what: Projection, parallel: TensorParallel) -> Share:
+    first, count = what.share or parallel.share(what.num_units)
+    if count == 0:
+        raise ModelError(f"--num-shard is {parallel.size}, but {what.name} has {what.num_units} units; choose fewer")
+    return first, count
 
 
 class ColumnParallelLinear(nn.Module):
@@ -51,7 +72,7 @@ class ColumnParallelLinear(nn.Module):
         parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        shards = [shard_units(projection, parallel) for projection in projections]
+        shards = [_units(projection, parallel) for projection in projections]
         self.num_units = [count for _, count in shards]
         sizes = [count * p.unit_size for p, count in zip(projections, self.num_units, strict=True)]
         weight = reader.allocate(sum(sizes), in_features)
@@ -87,7 +108,7 @@ class RowParallelLinear(nn.Module):
         """Here the units of `projection` are of its input."""
         super().__init__()
         self.parallel = parallel
-        first, count = shard_units(projection, parallel)
+        first, count = _units(projection, parallel)
         unit, scope = projection.unit_size, reader.scope(projection.name)
         weight = reader.allocate(out_features, count * unit)
         shape = (out_features, projection.num_units * unit)

@@ -104,6 +104,33 @@ class Sampler:
             chosen[sampled] = torch.where(chosen[sampled] < 0, -1, drawn)
         return chosen.clamp_(min=0)
 
+    def needs_law(self, row_slot: int) -> bool:
+        """Whether a draft for the row is chosen by a law that all logits have a part in."""
+        params = self._of(row_slot)
+        return not params.is_greedy and params.truncates
+
+    def best_drafts(
+        self, logits: torch.Tensor, rows: list[SampleRow], target_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As choose_drafts of part of the columns, [B, n] for the ids target_ids [n]: [B] the best columns, [B] scores.
+
+        Of several parts the one with the highest score has the choice; -inf where a part has none. Not for rows that
+        need_law.
+        """
+        if not logits.shape[1]:
+            empty = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+            return empty, torch.full_like(empty, -torch.inf, dtype=torch.float64)
+        params = [self._of(row.row_slot) for row in rows]
+        values = self._rows_of_values(rows)[:, :1]
+        sampled = [index for index, item in enumerate(params) if not item.is_greedy]
+        scores = logits.double()
+        if sampled:
+            keys = row_keys(((params[i].seed, rows[i].position) for i in sampled), Purpose.TARGET)
+            scaled = scores[sampled] * values[sampled]
+            scores[sampled] = gumbel_scores(scaled, keys, target_ids.expand(scaled.shape))
+        best, columns = scores.max(dim=1)
+        return columns, torch.where(best.isfinite(), best, -torch.inf)
+
     def draw_drafts(
         self, logits: torch.Tensor, rows: list[SampleRow], target_ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,6 +110,10 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         self._end_streams(EngineDeadError("the server has stopped"))
 
+    def fail(self, error: Exception) -> None:
+        """Count as dead, whatever the thread is waiting for."""
+        self._die(error)
+
     def _check_accepting(self) -> None:
         if self.dead.done():
             raise EngineDeadError(f"the engine has failed: {self.dead.result()}")

@@ -8,9 +8,11 @@ import torch
 from specserve.models.causal_lm import CausalLM
 from specserve.models.input_buffers import InputBuffers
 from specserve.models.kv_cache import KVCache
+from specserve.models.layers.embedding import VocabParallelHead
 from specserve.models.sampling.params import SampledToken
 from specserve.models.sampling.sampler import Sampler, SampleRow, score_tokens
 from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
+from specserve.server.worker.link import Link
 from specserve.speculators.base import ProposalInput, Speculator
 from specserve.speculators.verify import Verified, VerifyRow, verify
 
@@ -30,8 +32,13 @@ class ModelRunner:
         max_rows: int,
         max_total_tokens: int,
         rejects: bool = False,
+        link: Link | None = None,
     ) -> None:
-        """rejects: requests that sample without a seed of their own are verified by rejection."""
+        """rejects: requests that sample without a seed of their own are verified by rejection.
+
+        link: to the other ranks, if there are any; rank 0 decides for all of them.
+        """
+        self._link = link or Link()
         device = kv_cache.keys[0].device
         self.model = model
         self._speculator, self._rejects = speculator, rejects
@@ -81,7 +88,7 @@ class ModelRunner:
         if not deciding:
             return
         verify_rows = [self._verify_row(row) for row, _ in deciding]
-        results = verify(self.model.compute_logits(hidden), self._sampler, verify_rows)
+        results = self._verify(self.model.compute_logits(hidden), verify_rows)
         first, drafting = 0, []
         for (row, output), verify_row, verified in zip(deciding, verify_rows, results, strict=True):
             output.tokens = verified.tokens
@@ -98,6 +105,24 @@ class ModelRunner:
             started = time.perf_counter()
             result.is_routine = self._propose(drafting, hidden, batch.min_gain)
             result.draft_seconds = time.perf_counter() - started
+
+    def _verify(self, logits: torch.Tensor, rows: list[VerifyRow]) -> list[Verified]:
+        """Rank 0's decision; the other ranks take it over."""
+        if self._link.group is None:
+            return verify(logits, self._sampler, rows)
+        results = verify(logits, self._sampler, rows) if self._link.rank == 0 else None
+        message = None
+        if results is not None:
+            ids = [[-1 if t.token_id is None else t.token_id for t in result.tokens] for result in results]
+            message = [number for row in ids for number in (len(row), *row)]
+        shared = iter(self._link.share(message).tolist())
+        if results is not None:
+            return results
+        decided = [[next(shared) for _ in range(next(shared))] for _ in rows]
+        return [
+            Verified([SampledToken(None if token_id < 0 else token_id) for token_id in row], len(row) - 1)
+            for row in decided
+        ]
 
     def _verify_row(self, row: ScheduledRow) -> VerifyRow:
         probs = self._draft_probs.pop(row.row_slot, None)
@@ -127,14 +152,19 @@ class ModelRunner:
             step: int,
             target_ids: torch.Tensor | None = None,
             indices: Sequence[int] | None = None,
+            head: VocabParallelHead | None = None,
         ) -> torch.Tensor:
             chosen = drafting if indices is None else [drafting[index] for index in indices]
             rows = [
                 SampleRow(row.row_slot, before.position + verified.num_accepted + 1 + step, 0)
                 for row, _, before, verified, _ in chosen
             ]
-            columns = self._sampler.choose_drafts(logits, rows, target_ids)
             free = [i for i, row in enumerate(rows) if self._rejects and self._sampler.draws_freely(row.row_slot)]
+            if head is not None and head.parallel.size > 1:
+                if not free and not any(self._sampler.needs_law(row.row_slot) for row in rows):
+                    return choose_over_ranks(self._sampler, head, logits, rows, target_ids)
+                logits = head.gather(logits)
+            columns = self._sampler.choose_drafts(logits, rows, target_ids)
             if free:
                 columns[free], drawn_from = self._sampler.draw_drafts(logits[free], [rows[i] for i in free], target_ids)
                 for index, law in zip(free, drawn_from, strict=True):
@@ -178,3 +208,21 @@ class ModelRunner:
             some = slice(start, start + SCORED_ROWS_AT_ONCE)
             scored += score_tokens(self.model.compute_logits(hidden[some]), token_ids[some], top_n)
         return scored
+
+
+def choose_over_ranks(
+    sampler: Sampler,
+    head: VocabParallelHead,
+    logits: torch.Tensor,
+    rows: list[SampleRow],
+    target_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Columns [B] of all ranks' logits, of which this rank has [B, n]: a (score, column) pair of each rank travels."""
+    last = head.first + logits.shape[1]
+    ids = torch.arange(head.first, last, device=logits.device) if target_ids is None else target_ids[head.first : last]
+    columns, scores = sampler.best_drafts(logits, rows, ids)
+    pair = torch.stack([scores, (columns + head.first).double()], dim=1)
+    pairs = head.parallel.all_gather_last_dim(pair).view(len(rows), -1, 2)
+    best = pairs[:, :, 0].argmax(dim=1)  # the first of equals, so the lowest column
+    chosen = pairs[torch.arange(len(rows), device=logits.device), best]
+    return torch.where(chosen[:, 0].isfinite(), chosen[:, 1], 0.0).long()
