@@ -1,5 +1,6 @@
 """From a configuration to a model and its speculator, or to what is wrong with them."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from specserve.models.config import ModelConfig, load_config
 from specserve.models.hub import DEMO, ModelError, ModelFiles, find_model, resolve_model
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
-from specserve.models.tokenizer import load_tokenizer
+from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.config import ConfigError, Device, DType, SchedulerOptions, ServerConfig, SpeculatorDType
 from specserve.server.environment import environment
 from specserve.server.worker.ranks import Ranks, agree
@@ -76,10 +77,16 @@ def _load(
     """The model and its speculator; on the device meta without their weights."""
     model_config = load_config(files)
     max_total_tokens(config.scheduler, model_config)
-    tokenizer = load_tokenizer(files, model_config.vocab_size)
+    tokenizer = _tokenizer(files, model_config.vocab_size, files.path.stat().st_mtime_ns)
     model = load_model(files, model_config, dtype=dtype, device=device, parallel=parallel, attention=attention)
     base = Base(model, files, tokenizer)
     return base, _speculator(config, speculator_files, base, parallel)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(files: ModelFiles, vocab_size: int, _changed: int) -> Tokenizer:
+    """Kept from `check` for `load`: large ones take seconds and hundreds of megabytes."""
+    return load_tokenizer(files, vocab_size)
 
 
 def _attention(config: ServerConfig, device: torch.device, dtype: torch.dtype) -> tuple[AttentionBackend, int]:
