@@ -20,6 +20,7 @@ from specserve.server.config import (
 from specserve.server.engine.sequence import FinishReason, Request, TextPiece
 from specserve.server.launch import build, build_runner
 from specserve.server.place import rank_place
+from specserve.server.process import leave
 from specserve.server.worker.executor import follow
 from specserve.server.worker.ranks import Ranks
 from specserve.speculators.base import SpeculatorType
@@ -119,6 +120,7 @@ def main() -> None:
     if place.rank == 0:
         output.write_text(json.dumps(results))
         ranks.end("")
+    leave(0)
 
 
 if __name__ == "__main__":

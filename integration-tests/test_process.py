@@ -180,7 +180,7 @@ def test_missing_models_and_bad_flags_are_one_clear_line(start_server, tiny_mode
         (("--kv-cache-memory", "lots"), "--kv-cache-memory"),
         (("--kv-cache-memory", "10"), "--kv-cache-memory"),
         (("--speculator", "medusa"), "--speculator"),
-        (("--num-shard", "2"), "--num-shard"),
+        (("--num-shard", "0"), "--num-shard"),
         (("--max-input-tokens", "9", "--max-total-tokens", "9"), "--max-input-tokens"),
         (("--no-such-flag",), "--no-such-flag"),
     ]

@@ -205,14 +205,17 @@ def test_a_rank_that_breaks_in_a_forward(fault, tiny_model, torchrun):
         assert server.wait_exit(10) != 0
 
 
-def test_two_hosts_of_one_rank_each(plain_tiny, tiny_model, torchrun):
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_hosts_of_one_rank_each(rendezvous, plain_tiny, tiny_model, torchrun):
     """Two loopback addresses stand for two hosts."""
     jobs = mixed_requests(["A robot may not", "def f(x):"], 17, 24)
     expected = [outside(answer)[:4] for answer in answer_all(plain_tiny, jobs, 4)]
-    port = free_port()
+    port = str(free_port())
     hosts = []
     for number in range(2):
         meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test")
+        if rendezvous == "static":
+            meeting = ("--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", port)
         where = ("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", f"127.0.0.{number + 1}", *meeting)
         flags = ("--model-id", str(tiny_model), "--max-total-tokens", "512", *LOCAL)
         hosts.append(torchrun(*where, "-m", "specserve.server", "serve", *flags))
@@ -223,6 +226,7 @@ def test_two_hosts_of_one_rank_each(plain_tiny, tiny_model, torchrun):
         ]
         time.sleep(0.1)
     first = next(host for host in hosts if "is ready" in host.output)
+    assert rendezvous == "c10d" or first is hosts[0]
     with Client(first.wait_ready(), timeout_s=120) as client:
         answers = answer_all(client, jobs, 4)
         assert client.info().num_shard == 2

@@ -104,6 +104,11 @@ def _device_and_dtype(config: ServerConfig, local_rank: int) -> tuple[torch.devi
     if requested is Device.CUDA and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no GPU; choose cpu, or install a CUDA build of torch")
     is_cuda = requested is Device.CUDA or (requested is Device.AUTO and torch.cuda.is_available())
+    if is_cuda and local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--num-shard: this host has {torch.cuda.device_count()} GPUs, and more ranks than that were started on it; "
+            "ask for fewer shards, or spread them over more hosts"
+        )
     dtype = config.model.dtype
     if dtype is DType.AUTO:
         dtype = DType.BFLOAT16 if is_cuda else DType.FLOAT32

@@ -42,7 +42,7 @@ def propose(speculator, hidden, tokens, lengths):
     """The draft, and the logits of every step."""
     seen = []
 
-    def choose(logits, step, target_ids):
+    def choose(logits, step, target_ids, head=None):
         assert step == len(seen)
         seen.append(logits)
         return logits.argmax(dim=1)

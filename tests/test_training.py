@@ -63,7 +63,7 @@ def test_what_is_trained_is_what_is_served(kind, ids, tmp_path):
         token_ids=tokens,
         hidden=states,
         max_lengths=[3] * 9,
-        choose=lambda logits, step, target_ids: logits.argmax(dim=1),
+        choose=lambda logits, step, target_ids, head: logits.argmax(dim=1),
     )
     own = tokens
     if is_part:

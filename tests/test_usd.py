@@ -165,7 +165,7 @@ def test_rows_of_both_methods_draft_together_and_stop_where_it_does_not_pay(targ
         speculator.admit(slot, target.tokenizer.encode(text, False), UsdMethod(method))
     steps = []
 
-    def choose(logits, step, target_ids=None, indices=None):
+    def choose(logits, step, target_ids=None, indices=None, head=None):
         steps.append((step, list(indices)))
         return logits.argmax(dim=1)
 
