@@ -23,7 +23,7 @@ from specserve.server.place import rank_place
 from specserve.server.process import leave
 from specserve.server.worker.executor import follow
 from specserve.server.worker.ranks import Ranks
-from specserve.speculators.base import SpeculatorType
+from specserve.speculators.base import SpeculatorType, UsdMethod
 
 LENGTH = 12
 OPTIONS = [
@@ -59,6 +59,8 @@ def configure(case: dict) -> ServerConfig:
         case.get("id"),
         draft_length=DraftLengthRule.FIXED,
         dtype=SpeculatorDType.FLOAT32 if case.get("kind") == "usd" else SpeculatorDType.AUTO,
+        usd_method=UsdMethod(case.get("method", "auto")),
+        num_shard=case.get("shards"),
         verification=Verification.REJECTION if case.get("rejects") else Verification.MATCH,
     )
     return ServerConfig(
@@ -97,8 +99,8 @@ def answers(case: dict, ranks: Ranks) -> dict:
         "scores": {str(key): value for key, value in sorted(scores.items())},
         "preemptions": stats.num_preemptions,
         "accepted": stats.num_accepted_tokens,
-        "bytes": ranks.link.num_bytes,
-        "messages": ranks.link.num_messages,
+        "bytes": ranks.parallel.link.num_bytes,
+        "messages": ranks.parallel.link.num_messages,
         "shares": ranks.parallel.shared is not None,
     }
 
@@ -114,9 +116,9 @@ def main() -> None:
     for case in cases:
         if place.rank == 0:
             results.append(answers(case, ranks))
-            ranks.link.share(())
+            ranks.parallel.link.share(())
         else:
-            follow(build_runner(configure(case), ranks).runner, ranks.link, ranks.monitor)
+            follow(build_runner(configure(case), ranks).runner, ranks.parallel.link, ranks.monitor)
     if place.rank == 0:
         output.write_text(json.dumps(results))
         ranks.end("")

@@ -1,6 +1,7 @@
 """Tokens of models split over several ranks are those of one rank, whatever is asked and whoever drafts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import sharded_worker
 import torch
+from safetensors.torch import load_file, save_file
 from small_tokenizer import sentencepiece_backend
 from transformers import (
     Gemma3ForCausalLM,
@@ -64,6 +66,21 @@ def write_model(path, tokenizer, *, family="llama", heads=4, kv_heads=2, head_di
     return str(path)
 
 
+def write_shuffled(path, model):
+    """The same model with its tokens in another order."""
+    shutil.copytree(model, path)
+    old, new = sentencepiece_backend(), sentencepiece_backend(is_shuffled=True)
+    new.save(str(path / "tokenizer.json"))
+    order = list(range(VOCAB))
+    for piece, token_id in new.get_vocab().items():
+        order[token_id] = old.get_vocab()[piece]
+    tensors = load_file(path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][order]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def cases(speculators, tmp_path_factory):
     """Every number of KV heads, every family, every speculator; KV memory for 15 blocks of 4 tokens on one rank."""
@@ -91,10 +108,16 @@ def cases(speculators, tmp_path_factory):
     mlp = speculators.write_bigram_mlp(folder / "mlp", texts, vocab=VOCAB, size=SIZE, n=3)
     medusa = speculators.write_repeating_medusa(folder / "medusa", size=SIZE, heads=2)
     draft = write_model(folder / "draft", tokenizer, inner=20)
+    shuffled = write_shuffled(folder / "shuffled", Path(plain["model"]))
+    usd = {**plain, "kind": "usd", "kv_bytes": 2 * plain["kv_bytes"]}
     made += [
         {**plain, "name": "mlp", "kind": "mlp", "id": str(mlp)},
         {**plain, "name": "medusa", "kind": "medusa", "id": str(medusa)},
-        {**plain, "name": "usd", "kind": "usd", "id": draft, "kv_bytes": 2 * plain["kv_bytes"]},
+        {**usd, "name": "usd", "id": draft},
+        {**usd, "name": "usd, whole", "id": draft, "shards": 1},
+        {**usd, "name": "usd, tli", "id": shuffled, "method": "tli"},
+        {**usd, "name": "usd, slem", "id": shuffled, "method": "slem"},
+        {**usd, "name": "usd, rejection", "id": shuffled, "rejects": True},
         {**plain, "name": "mlp, rejection", "kind": "mlp", "id": str(mlp), "rejects": True},
     ]
     return made
@@ -132,7 +155,10 @@ def test_several_ranks_give_the_tokens_of_one(size, cases, expected, tmp_path):
     assert all(result["preemptions"] > 0 for result in expected[:8])
     assert size > 2 or sum(result["preemptions"] > 0 for result in got) > 2
     accepted = {case["name"]: result["accepted"] for case, result in zip(cases, got, strict=True)}
-    assert accepted["mlp"] > 50 and accepted["usd"] > 0 and accepted["mlp, rejection"] > 0
+    alone = {case["name"]: result["accepted"] for case, result in zip(cases, expected, strict=True)}
+    assert accepted["mlp"] > 50 and accepted["mlp, rejection"] > 0
+    for name in ("usd", "usd, whole", "usd, tli", "usd, rejection"):  # the same drafts
+        assert accepted[name] == alone[name] > 10, name
 
 
 def test_without_shared_memory_too(cases, expected, tmp_path):
@@ -144,12 +170,12 @@ def test_without_shared_memory_too(cases, expected, tmp_path):
 
 
 def test_too_many_ranks_for_the_heads_are_refused(cases, tmp_path):
-    """1 KV head of 4 query heads over 8 ranks."""
+    """1 KV head of 4 query heads over 5 ranks."""
     (tmp_path / "cases.json").write_text(json.dumps(cases[:1]))
-    command = (sys.executable, "-m", "specserve.server", "serve", "--model-id", cases[0]["model"], "--num-shard", "8")
+    command = (sys.executable, "-m", "specserve.server", "serve", "--model-id", cases[0]["model"], "--num-shard", "5")
     run = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     assert (
-        "--num-shard is 8, but the 4 attention heads of the model (1 KV heads) can't give each shard one" in run.stderr
+        "--num-shard is 5, but the 4 attention heads of the model (1 KV heads) can't give each shard one" in run.stderr
     )
     assert "listening on" not in run.stderr and "Traceback" not in run.stderr

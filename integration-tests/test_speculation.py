@@ -7,6 +7,7 @@ import grpc
 import pytest
 from mixed import CACHE, FIXED, LOCAL, PROMPTS, SMALL, answer_all, mixed_requests, outside, served
 
+from specserve.router_client.client import Client
 from specserve.router_client.errors import SpecserveError
 
 CASES = json.loads((Path(__file__).parent / "data" / "demo_greedy.json").read_text())
@@ -28,7 +29,7 @@ def demo_speculators(tmp_path_factory, speculators):
 def test_40_mixed_requests_of_the_demo_model_are_identical(demo, start_server, demo_speculators):
     """With none, mlp and medusa, several draft lengths, alone and many at once."""
     prompts = [case["prompt"] for case in CASES[:14]]
-    jobs = mixed_requests(prompts, 40, 40)
+    jobs = mixed_requests(prompts, 40, 28)
     plain = [outside(answer) for answer in answer_all(demo, jobs, 8)]
     assert [outside(answer) for answer in answer_all(demo, jobs[:6], 1)] == plain[:6]
     runs = [
@@ -79,14 +80,20 @@ def tiny_speculators(tmp_path_factory, speculators, tiny_bigram, tiny_repeating)
     }
 
 
+@pytest.fixture(scope="module")
+def jobs_and_answers(plain_tiny_address):
+    jobs = mixed_requests(PROMPTS, 60, 80)
+    jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
+    with Client(plain_tiny_address, timeout_s=120) as client:
+        return jobs, [outside(answer) for answer in answer_all(client, jobs, 8)]
+
+
 @pytest.mark.parametrize("name", ["random", "broken", "eos", "bigram", "repeating"])
 def test_drafts_of_any_quality_under_preemption_change_nothing(
-    name, plain_tiny, tiny_model, start_server, tiny_speculators, wait_until_idle
+    name, jobs_and_answers, tiny_model, start_server, tiny_speculators, wait_until_idle
 ):
     """Little KV, so that requests are preempted; drafts never right, not a number, always the end, or mostly right."""
-    jobs = mixed_requests(PROMPTS, 60, 120)
-    jobs += [(PROMPTS[0], {"max_new_tokens": n, "ignore_eos": True, "seed": 0}) for n in range(1, 8)]
-    plain = [outside(answer) for answer in answer_all(plain_tiny, jobs, 8)]
+    jobs, plain = jobs_and_answers
     kind, path = tiny_speculators[name]
     flags = ("--speculator", kind, "--speculator-id", str(path), *FIXED)
     server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -243,8 +244,9 @@ def test_bad_input_is_one_line_before_any_work(tiny_model, make_tiny_model, prom
         (("/no/such", new), (), 1, "/no/such"),
         ((tiny_model, new), ("--cache-size", "many"), 2, "--cache-size is 'many'"),
     ]
-    for (model, output), flags, code, message in cases:
-        log = train("mlp", model, output, *flags, code=code)
+    with ThreadPoolExecutor(2) as pool:
+        logs = list(pool.map(lambda case: train("mlp", *case[0], *case[1], code=case[2]), cases))
+    for log, (*_, message) in zip(logs, cases, strict=True):
         errors = [line for line in log.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and message in errors[0] and "Traceback" not in log, log
     assert "--inner-dim is 8" in train("medusa", tiny_model, new, "--inner-dim", 8, code=2)

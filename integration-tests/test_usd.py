@@ -73,11 +73,17 @@ def test_a_shuffled_and_thinned_copy_of_the_target_is_right(demo, start_server, 
     assert judged > 100 and accepted / judged > 0.95, (accepted, judged)
 
 
+@pytest.fixture(scope="module")
+def jobs_and_answers(demo_address):
+    jobs = mixed_requests([case["prompt"] for case in CASES[:14]], 40, 28)
+    with Client(demo_address, timeout_s=120) as client:
+        return jobs, [outside(answer) for answer in answer_all(client, jobs, 8)]
+
+
 @pytest.mark.parametrize("method", ["tli", "slem"])
-def test_40_mixed_requests_are_identical(method, demo, start_server, shuffled_demo):
+def test_40_mixed_requests_are_identical(method, jobs_and_answers, start_server, shuffled_demo):
     """Greedy and coupled, by either method, in batches; the int8 weights of the draft don't matter."""
-    jobs = mixed_requests([case["prompt"] for case in CASES[:14]], 40, 40)
-    plain = [outside(answer) for answer in answer_all(demo, jobs, 8)]
+    jobs, plain = jobs_and_answers
     server = start_server("--model-id", "demo", *usd(shuffled_demo[0], "--usd-method", method, *FIXED), *LOCAL)
     with served(server) as client:
         answers = answer_all(client, jobs, 12)

@@ -33,6 +33,7 @@ class CausalLM(nn.Module):
         self.dtype = reader.dtype  # of states and KV cache, and of weights unless they are quantized
         self.attention = attention
         _, (_, self.num_kv_heads) = share_heads(config.num_heads, config.num_kv_heads, parallel)
+        self.parallel = parallel
         self._load_vocabulary(reader, parallel)
         can_replay = attention.name == "cpu" and parallel.can_replay
         self.replays = ReplayedDecode(self.decode) if can_replay else None

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from specserve.models.cpu_kernels import binding as cpu
+from specserve.models.link import Link
 
 if TYPE_CHECKING:
     from specserve.models.shared_memory import SharedMemory
@@ -17,13 +18,15 @@ class TensorParallel:
     """Rank `rank` of `size`; size 1 needs no process group and its collectives do nothing.
 
     On CPUs sums go in the order of the ranks, so that they are the same bits on all ranks and for a row in any batch.
-    `shared` is there if all ranks are processes of one machine that compute on CPUs.
+    `shared` is there if all ranks are processes of one machine that compute on CPUs. Over `link` rank 0 tells the
+    others what to compute. A group of several ranks without a process group only describes shares, for the device meta.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     shared: "SharedMemory | None" = None
+    link: Link = field(default_factory=Link)
     calls: list[int] = field(default_factory=lambda: [0])  # collectives over the group so far
 
     @property
@@ -38,7 +41,7 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        if self.size == 1:
+        if self.size == 1 or x.is_meta:
             return x
         if x.device.type != "cpu":
             self.calls[0] += 1

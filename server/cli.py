@@ -23,9 +23,8 @@ from specserve.server.config import (
     ServerConfig,
     SpeculatorDType,
     Verification,
-    hub_token,
-    resolve,
 )
+from specserve.server.flags import hub_token, resolve
 from specserve.server.version import package_version
 from specserve.speculators.base import SpeculatorType, UsdMethod
 
@@ -82,6 +81,7 @@ def serve(
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
     draft_length: opt.DraftLengthFlag = DraftLengthRule.ADAPTIVE,
     speculator_dtype: opt.SpeculatorDTypeFlag = SpeculatorDType.AUTO,
+    speculator_num_shard: opt.SpeculatorNumShard = None,
     usd_method: opt.UsdMethodFlag = UsdMethod.AUTO,
     verification: opt.VerificationFlag = Verification.MATCH,
     hostname: opt.Hostname = None,

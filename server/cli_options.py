@@ -163,6 +163,16 @@ SpeculatorDTypeFlag = Annotated[
         "--speculator-dtype",
     ),
 ]
+SpeculatorNumShard = Annotated[
+    int | None,
+    _auto(
+        _SPECULATOR,
+        "SPECSERVE_SPECULATOR_NUM_SHARD",
+        "Shards of the draft model of usd: 1, or as many as --num-shard.",
+        "1 on GPUs, --num-shard on CPUs",
+        min=1,
+    ),
+]
 UsdMethodFlag = Annotated[
     UsdMethod,
     _option(

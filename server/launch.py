@@ -65,7 +65,6 @@ def build_runner(config: ServerConfig, ranks: Ranks, speculator: Speculator | No
         max_rows=options.max_batch_size,
         max_total_tokens=longest,
         rejects=config.speculator.verification is Verification.REJECTION,
-        link=ranks.link,
     )
     ranks.all_gather("ready")  # no step before all are
     return Built(loaded, speculator, runner, num_blocks, longest)
@@ -108,7 +107,7 @@ def _engine(config: ServerConfig, built: Built, ranks: Ranks) -> AsyncEngine:
         ),
     )
     if ranks.monitor is not None:
-        executor = ShardedExecutor(built.runner, ranks.link, ranks.monitor)
+        executor = ShardedExecutor(built.runner, ranks.parallel.link, ranks.monitor)
     return AsyncEngine(Engine(scheduler, executor), max_concurrent_requests=options.max_concurrent_requests)
 
 

@@ -16,7 +16,7 @@ from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.server.config import ConfigError, Device, DType, SchedulerOptions, ServerConfig, SpeculatorDType
 from specserve.server.environment import environment
 from specserve.server.worker.ranks import Ranks, agree
-from specserve.speculators.base import NoSpeculator, Speculator, SpeculatorType
+from specserve.speculators.base import Speculator, SpeculatorType
 from specserve.speculators.checkpoint import Base
 from specserve.speculators.registry import demo_files, load_speculator, weight_files
 from specserve.speculators.usd_loader import UsdOptions
@@ -106,8 +106,8 @@ def _device_and_dtype(config: ServerConfig, local_rank: int) -> tuple[torch.devi
     is_cuda = requested is Device.CUDA or (requested is Device.AUTO and torch.cuda.is_available())
     if is_cuda and local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"--num-shard: this host has {torch.cuda.device_count()} GPUs, and more ranks than that were started on it; "
-            "ask for fewer shards, or spread them over more hosts"
+            f"--num-shard: this host has {torch.cuda.device_count()} GPUs, and more ranks than that were started on "
+            "it; ask for fewer shards, or spread them over more hosts"
         )
     dtype = config.model.dtype
     if dtype is DType.AUTO:
@@ -148,8 +148,6 @@ def _speculator_files(config: ServerConfig, find: Callable[..., ModelFiles | Non
 
 def _speculator(config: ServerConfig, files: ModelFiles | None, base: Base, parallel: TensorParallel) -> Speculator:
     options = config.speculator
-    if options.type is SpeculatorType.USD and parallel.rank > 0:
-        return NoSpeculator()  # the draft model is small: rank 0 has it whole
     is_quantized = options.dtype is SpeculatorDType.INT8
     if options.dtype is SpeculatorDType.AUTO:
         is_quantized = _device_and_dtype(config, 0)[0].type == "cpu"
@@ -160,5 +158,5 @@ def _speculator(config: ServerConfig, files: ModelFiles | None, base: Base, para
         base,
         parallel=parallel,
         num_tokens=options.num_speculative_tokens,
-        usd=UsdOptions(options.usd_method, dtype, is_quantized),
+        usd=UsdOptions(options.usd_method, dtype, is_quantized, options.num_shard),
     )

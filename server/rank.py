@@ -37,7 +37,7 @@ def _follow(config: ServerConfig, ranks: Ranks) -> NoReturn:
     monitor.on_end = lambda: leave(0)
     monitor.failure.add_done_callback(lambda failure: _give_up(ranks, failure.result()))
     try:
-        follow(build_runner(config, ranks).runner, ranks.link, monitor)
+        follow(build_runner(config, ranks).runner, ranks.parallel.link, monitor)
     except Exception as error:
         if monitor.has_ended():
             leave(0)

@@ -18,11 +18,8 @@ from specserve.server.config import (
     SchedulerOptions,
     ServerConfig,
     SpeculatorOptions,
-    hub_token,
-    parse_kv_cache_memory,
-    parse_size,
-    required,
 )
+from specserve.server.flags import hub_token, parse_kv_cache_memory, parse_size, required
 from specserve.speculators.base import SpeculatorType
 
 if TYPE_CHECKING:

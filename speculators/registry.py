@@ -38,7 +38,8 @@ def load_speculator(
         return NoSpeculator()
     assert files is not None, "the configuration asks for an id"
     if kind is SpeculatorType.USD:
-        return usd_loader.load_usd(files, base, usd or usd_loader.UsdOptions(), num_tokens=num_tokens)
+        options = usd or usd_loader.UsdOptions()
+        return usd_loader.load_usd(files, base, options, parallel=parallel, num_tokens=num_tokens)
     loaders: dict[SpeculatorType, Callable[..., Speculator]] = {
         SpeculatorType.MLP: mlp.load_mlp,
         SpeculatorType.MEDUSA: medusa.load_medusa,

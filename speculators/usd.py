@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specserve.models.causal_lm import CausalLM
-from specserve.models.layers.embedding import VocabParallelHead
 from specserve.models.sampling.row_ops import argmax, log_z
 from specserve.speculators.base import Draft, ProposalInput, RowsRoom, Speculator, UsdMethod
 from specserve.speculators.confidence import Confidence
-from specserve.speculators.draft_model import DraftModel
+from specserve.speculators.draft_model import DraftModel, Logits
 from specserve.speculators.retokenizer import WINDOW, Retokenizer
 from specserve.speculators.translator import DraftContext, Translator
 from specserve.speculators.vocabulary_mapping import VocabularyMapping
+
+METHODS = (UsdMethod.TLI, UsdMethod.SLEM)
 
 
 @dataclass(slots=True)
@@ -55,8 +55,7 @@ class UsdSpeculator(Speculator):
 
     def __init__(
         self,
-        model: CausalLM,
-        head: VocabParallelHead,
+        model: DraftModel,
         mapping: VocabularyMapping | None,
         translator: Translator,
         *,
@@ -64,14 +63,14 @@ class UsdSpeculator(Speculator):
         max_draft_tokens: int,
         num_parameters: int,
     ) -> None:
-        """head: over the draft ids of the mapping or, without one, over the vocabulary that both have."""
+        """model: with a head for each of METHODS."""
         self.method: UsdMethod = method
         self.mapping, self.translator = mapping, translator
         self.max_draft_tokens, self.num_parameters = max_draft_tokens, num_parameters
-        self._model, self._head = DraftModel(model), head
+        self._model = model
         self._to_target = Retokenizer(translator.target, translator.target.ids_by_bytes)
         self._rows: dict[int, _Row] = {}
-        self._confidence = {method: Confidence() for method in (UsdMethod.TLI, UsdMethod.SLEM)}
+        self._confidence = {method: Confidence() for method in METHODS}
 
     def kv_bytes_per_token(self) -> int:
         """See Speculator."""
@@ -111,6 +110,7 @@ class UsdSpeculator(Speculator):
             self._follow(row_slot, row)
         chains = [_Chain(min(length, self.max_draft_tokens)) for length in rows.max_lengths]
         self._run(rows, states, chains)
+        self._model.end()
         drafts = [self._finish(row, chain) for row, chain in zip(states, chains, strict=True)]
         longest = max(map(len, drafts))
         padded = torch.tensor([draft + [0] * (longest - len(draft)) for draft in drafts], dtype=torch.int64)
@@ -122,15 +122,15 @@ class UsdSpeculator(Speculator):
         self.translator.extend(row.context, row.pending)
         row.last_ids = (row.last_ids + row.pending)[-WINDOW:]
         row.pending = []
-        self._model.continue_as(row_slot, row.context.token_ids)
+        self._model.continue_as(row_slot, row.context.token_ids, METHODS.index(row.method))
 
     def _run(self, rows: ProposalInput, states: Sequence[_Row], chains: Sequence[_Chain]) -> None:
         """Lengthen the chains, a round of all rows at a time, as far as that pays."""
-        active, hidden = self._model.catch_up(
+        active, logits = self._model.catch_up(
             rows.row_slots, [chain.length for chain in chains], [row.context.num_final for row in states]
         )
         while active:
-            self._choose(rows, states, chains, active, hidden)
+            self._choose(rows, states, chains, active, logits)
             alive = [index for index in active if len(chains[index].draft_ids) < chains[index].length]
             alive = [index for index in alive if chains[index].draft_ids[-1] not in self.translator.draft.special_ids]
             averages = (self._confidence[states[index].method].average for index in alive)
@@ -138,7 +138,7 @@ class UsdSpeculator(Speculator):
                 break
             active = alive
             if active:
-                hidden = self._model.append(
+                logits = self._model.append(
                     [rows.row_slots[index] for index in active], [chains[index].draft_ids[-1] for index in active]
                 )
 
@@ -148,17 +148,13 @@ class UsdSpeculator(Speculator):
         states: Sequence[_Row],
         chains: Sequence[_Chain],
         active: Sequence[int],
-        hidden: torch.Tensor,
+        logits_of_heads: Logits,
     ) -> None:
-        """One more token for each active chain, from the states [n, E] behind it."""
-        for method in (UsdMethod.TLI, UsdMethod.SLEM):
-            places = [place for place, index in enumerate(active) if states[index].method is method]
-            if not places:
-                continue
-            own = hidden if len(places) == len(active) else hidden[places]
-            indices = [active[place] for place in places]
+        """One more token for each active chain, from the logits behind it."""
+        for number, logits in logits_of_heads.items():
+            method = METHODS[number]
+            indices = [index for index in active if states[index].method is method]
             step = len(chains[indices[0]].draft_ids)
-            logits = self._head(own) if method is UsdMethod.TLI else self._model.model.compute_logits(own)
             if method is UsdMethod.SLEM:
                 draft_ids = target_ids = argmax(logits).clamp_(min=0)
             else:

@@ -4,20 +4,23 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from loguru import logger
 
 from specserve.models.attention.registry import attention_backend
 from specserve.models.causal_lm import CausalLM
-from specserve.models.config import load_config
+from specserve.models.config import ModelConfig, load_config
 from specserve.models.hub import ModelError, ModelFiles
-from specserve.models.layers.embedding import VocabParallelHead
+from specserve.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from specserve.models.layers.linear import can_share_heads
 from specserve.models.layers.matrix import Matrix
 from specserve.models.parallel import TensorParallel
 from specserve.models.registry import load_model
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.models.weights import open_weights
-from specserve.speculators.base import UsdMethod
+from specserve.speculators.base import NoSpeculator, Speculator, UsdMethod
 from specserve.speculators.checkpoint import Base
+from specserve.speculators.draft_model import DraftModel, FollowingDraftModel
 from specserve.speculators.translator import Translator
 from specserve.speculators.usd import UsdSpeculator
 from specserve.speculators.vocabulary_mapping import VocabularyMapping
@@ -56,18 +59,25 @@ La plupart des gens préfèrent le café. ¿Dónde está la biblioteca? Das Wett
 
 @dataclass(frozen=True, slots=True)
 class UsdOptions:
-    """How to load and use a draft model. dtype None: as the target's."""
+    """How to load and use a draft model. dtype None: that of the target."""
 
     method: UsdMethod = UsdMethod.AUTO
     dtype: torch.dtype | None = None
     is_quantized: bool = False  # int8 weights
+    num_shard: int | None = None  # 1: rank 0 has all of it; else as many as the target's. None: as suits the device
 
 
 @torch.no_grad()
-def load_usd(files: ModelFiles, base: Base, options: UsdOptions, *, num_tokens: int | None) -> UsdSpeculator:
+def load_usd(
+    files: ModelFiles, base: Base, options: UsdOptions, *, parallel: TensorParallel, num_tokens: int | None
+) -> Speculator:
     """The draft model in `files` for a loaded target. ModelError for what doesn't fit, in one line with the numbers."""
     try:
-        return _load(files, base, options, num_tokens)
+        config = load_config(files)
+        is_split = _is_split(config, base, options, parallel)
+        if parallel.rank > 0 and not is_split:
+            return NoSpeculator()
+        return _load(files, config, base, options, parallel if is_split else TensorParallel(), num_tokens)
     except ModelError as error:
         if "--speculator-id" in str(error):
             raise
@@ -77,8 +87,29 @@ def load_usd(files: ModelFiles, base: Base, options: UsdOptions, *, num_tokens: 
         ) from error
 
 
-def _load(files: ModelFiles, base: Base, options: UsdOptions, num_tokens: int | None) -> UsdSpeculator:
-    config = load_config(files)
+def _is_split(config: ModelConfig, base: Base, options: UsdOptions, parallel: TensorParallel) -> bool:
+    """Small models gain nothing from several GPUs; on CPUs one rank alone would leave the cores of the others idle."""
+    if parallel.size == 1 or options.num_shard == 1 or (options.num_shard is None and base.device.type == "cuda"):
+        return False
+    heads = config.num_heads, config.num_kv_heads
+    if can_share_heads(*heads, parallel):
+        return True
+    if options.num_shard is None:
+        return False
+    raise ModelError(
+        f"--speculator-num-shard is {parallel.size}, but the draft model has {heads[0]} attention heads ({heads[1]} KV "
+        "heads), which can't give each shard one; choose 1"
+    )
+
+
+def _load(
+    files: ModelFiles,
+    config: ModelConfig,
+    base: Base,
+    options: UsdOptions,
+    parallel: TensorParallel,
+    num_tokens: int | None,
+) -> Speculator:
     draft = load_tokenizer(files, config.vocab_size)
     num_parameters = _check_sizes(files, base)
     translator = Translator(base.tokenizer, draft)
@@ -86,7 +117,8 @@ def _load(files: ModelFiles, base: Base, options: UsdOptions, num_tokens: int | 
     method, why = _method(options.method, mapping, base.tokenizer)
     is_check = base.device.type == "meta"
     if not is_check:
-        logger.info("usd: {}", why)
+        where = "" if parallel.size == 1 else f"; the draft model is split over {parallel.size} shards"
+        logger.info("usd: {}{}", why, where)
     dtype = options.dtype or base.dtype
     backend, _ = attention_backend(
         "auto" if dtype is not base.dtype or is_check else base.model.attention.name,
@@ -94,16 +126,18 @@ def _load(files: ModelFiles, base: Base, options: UsdOptions, num_tokens: int | 
         dtype=dtype,
         block_size=None,
     )
-    model = load_model(files, config, dtype=dtype, device=base.device, parallel=TensorParallel(), attention=backend)
+    model = load_model(files, config, dtype=dtype, device=base.device, parallel=parallel, attention=backend)
     if mapping is not None:
         mapping = VocabularyMapping(mapping.draft_ids.to(base.device), mapping.target_ids.to(base.device))
     head = _cut_head(model, mapping, min(draft.size, config.vocab_size, base.vocab_size))
     if options.is_quantized:
         model.quantize()
         head.matrix.quantize()
+    draft_model = DraftModel(model, [head, model.head])  # of METHODS
+    if parallel.rank > 0:
+        return FollowingDraftModel(draft_model, num_parameters)
     return UsdSpeculator(
-        model,
-        head,
+        draft_model,
         mapping,
         translator,
         method=method,
@@ -161,7 +195,13 @@ def _check_sizes(files: ModelFiles, base: Base) -> int:
 
 def _cut_head(model: CausalLM, mapping: VocabularyMapping | None, num_shared: int) -> VocabParallelHead:
     """The draft's head over the draft ids of the mapping, or over the ids that both have."""
+    parallel = model.parallel
     if mapping is None:
-        return VocabParallelHead(model.head.matrix, num_shared, TensorParallel())
-    rows = model.head.matrix.rows(mapping.draft_ids)
-    return VocabParallelHead(Matrix(rows.contiguous()), len(mapping.draft_ids), TensorParallel())
+        return VocabParallelHead(model.head.matrix, num_shared, parallel)
+    whole = VocabParallelEmbedding(model.head.matrix, parallel)  # its rows
+    num_rows = -(-len(mapping.draft_ids) // parallel.size)
+    for rank, draft_ids in enumerate(torch.split(mapping.draft_ids, num_rows)):
+        rows = whole(draft_ids)  # from the ranks that have them
+        if rank == parallel.rank:
+            own = F.pad(rows, (0, 0, 0, num_rows - len(rows)))
+    return VocabParallelHead(Matrix(own.contiguous()), len(mapping.draft_ids), parallel)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.server import cli, config
+from specserve.server import cli, flags
 from specserve.server.config import (
     AttentionBackendName,
     CacheOptions,
@@ -24,8 +24,8 @@ from specserve.server.config import (
     SchedulerOptions,
     ServerConfig,
     SpeculatorOptions,
-    parse_size,
 )
+from specserve.server.flags import parse_size
 from specserve.speculators.base import SpeculatorType
 
 # Every variable that `serve` reads, so that the tester's own environment changes nothing.
@@ -82,6 +82,7 @@ def test_defaults(served):
     assert served("--model-id", "demo").server == ListenOptions("0.0.0.0", 3000, None)
 
 
+USD = ("--speculator", "usd", "--speculator-id", "y")
 ALL_FLAGS = {
     "--model-id": ("MODEL_ID", "org/né"),
     "--revision": ("REVISION", "v2"),
@@ -162,7 +163,7 @@ def test_other_names_of_variables(served, monkeypatch):
     ],
 )
 def test_hostname_of_the_machine_is_no_choice(served, monkeypatch, variable, own, result):
-    monkeypatch.setattr(config.socket, "gethostname", lambda: own)
+    monkeypatch.setattr(flags.socket, "gethostname", lambda: own)
     monkeypatch.setenv("HOSTNAME", variable)
     assert served("--model-id", "x").server.hostname == result
     assert served("--model-id", "x", "--hostname", own).server.hostname == own
@@ -243,6 +244,11 @@ def test_wrong_sizes(text):
         ),
         (["--model-id", "x", "--speculator-dtype", "int8"], ["--speculator-dtype is int8", "--speculator is none"]),
         (["--model-id", "x", "--usd-method", "slem", "--speculator", "mlp"], ["--usd-method is slem", "is mlp"]),
+        (["--model-id", "x", "--speculator-num-shard", "1"], ["--speculator-num-shard is 1", "--speculator is none"]),
+        (
+            ["--model-id", "x", *USD, "--num-shard", "4", "--speculator-num-shard", "2"],
+            ["--speculator-num-shard is 2", "1 or the 4 of --num-shard"],
+        ),
         (["--model-id", "x", "--verification", "rejection"], ["--verification is 'rejection'", "--speculator is none"]),
         (["--model-id", "x", "--speculator", "mlp"], ["--speculator is mlp", "--speculator-id is missing"]),
         (["--model-id", "x", "--num-speculative-tokens", "2"], ["--num-speculative-tokens is 2", "is none"]),

@@ -32,14 +32,14 @@ def model_and_oracle(model_helpers, tmp_path_factory):
 
 
 def make(model, *, num_blocks=200, block_size=4, max_rows=4, max_total_tokens=64, max_batch_tokens=512):
-    draft = DraftModel(model)
+    draft = DraftModel(model, [model.head])
     draft.allocate(RowsRoom(num_blocks, block_size, max_rows, max_total_tokens, max_batch_tokens))
     return draft
 
 
 @torch.inference_mode()
-def assert_logits(draft, oracle, hidden, rows):
-    logits = draft.model.compute_logits(hidden)
+def assert_logits(oracle, logits_of_heads, rows):
+    (logits,) = logits_of_heads.values()
     assert len(logits) == len(rows)
     for got, token_ids in zip(logits, rows, strict=True):
         torch.testing.assert_close(got, oracle(torch.tensor([token_ids])).logits[0, -1], atol=2e-4, rtol=1e-3)
@@ -69,14 +69,14 @@ def test_rows_grow_shrink_change_and_leave(model_and_oracle):
         some = sorted(rng.sample(range(4), rng.randrange(1, 5)))
         for slot in some:
             draft.continue_as(slot, texts[slot])
-        ready, hidden = draft.catch_up(some, [3] * len(some), [max(0, len(texts[slot]) - 5) for slot in some])
+        ready, logits = draft.catch_up(some, [3] * len(some), [max(0, len(texts[slot]) - 5) for slot in some])
         assert ready == list(range(len(some)))
         rows = [list(texts[slot]) for slot in some]
-        assert_logits(draft, oracle, hidden, rows)
+        assert_logits(oracle, logits, rows)
         for _ in range(rng.randrange(4)):
             drafted = [rng.randrange(VOCAB) for _ in some]
             rows = [[*row, token] for row, token in zip(rows, drafted, strict=True)]
-            assert_logits(draft, oracle, draft.append(some, drafted), rows)
+            assert_logits(oracle, draft.append(some, drafted), rows)
             for slot in some:  # as if some drafts were right
                 if rng.random() < 0.5 and len(texts[slot]) < len(rows[some.index(slot)]):
                     texts[slot] = rows[some.index(slot)][: len(texts[slot]) + 1]
@@ -98,13 +98,13 @@ def test_a_known_beginning_is_not_computed_again(model_and_oracle, monkeypatch):
     text = [token % VOCAB for token in range(7, 27)]
     for slot in (0, 1):
         draft.continue_as(slot, text)
-        _, hidden = draft.catch_up([slot], [2], [18])
-        assert_logits(draft, oracle, hidden, [text])
+        _, logits = draft.catch_up([slot], [2], [18])
+        assert_logits(oracle, logits, [text])
     draft.append([0], [5])
     draft.append([0], [6])
     draft.continue_as(0, [*text, 5, 9])
-    _, hidden = draft.catch_up([0], [0], [18])
-    assert_logits(draft, oracle, hidden, [[*text, 5, 9]])
+    _, logits = draft.catch_up([0], [0], [18])
+    assert_logits(oracle, logits, [[*text, 5, 9]])
     assert computed == [20, 4, 1, 1, 1]
 
 
@@ -119,11 +119,11 @@ def test_a_row_that_changes_what_others_share_leaves_it_to_them(model_and_oracle
     changed = [*text[:6], 3, 4, 5]
     draft.continue_as(0, changed)
     draft.continue_as(1, [*text, 8])
-    _, hidden = draft.catch_up([0, 1], [1, 1], [9, 21])
-    assert_logits(draft, oracle, hidden, [changed, [*text, 8]])
+    _, logits = draft.catch_up([0, 1], [1, 1], [9, 21])
+    assert_logits(oracle, logits, [changed, [*text, 8]])
     draft.continue_as(2, text)
-    _, hidden = draft.catch_up([2], [1], [20])
-    assert_logits(draft, oracle, hidden, [text])
+    _, logits = draft.catch_up([2], [1], [20])
+    assert_logits(oracle, logits, [text])
     draft.check_integrity()
 
 
@@ -135,9 +135,9 @@ def test_rows_far_behind_take_several_calls_and_those_without_room_none(model_an
     for slot, text in enumerate((long, short)):
         draft.continue_as(slot, text)
     assert [draft.catch_up([0, 1], [1, 1], [0, 0])[0] for _ in range(2)] == [[], []]
-    ready, hidden = draft.catch_up([0, 1], [1, 1], [0, 0])
+    ready, logits = draft.catch_up([0, 1], [1, 1], [0, 0])
     assert ready == [0, 1]
-    assert_logits(draft, oracle, hidden, [long, short])
+    assert_logits(oracle, logits, [long, short])
     draft.continue_as(2, [*range(20)])  # 10 blocks hold 40 tokens
     assert draft.catch_up([2], [0], [0])[0] == []
     draft.continue_as(1, [1] * 62)  # the model was made for 64
@@ -160,7 +160,7 @@ def test_a_quantized_draft_model_is_nearly_the_same(model_and_oracle, model_help
         for slot, row in enumerate(rows):
             draft.continue_as(slot, row[:-1])
         draft.catch_up([0, 1], [1, 1], [0, 0])
-        logits = model.compute_logits(draft.append([0, 1], [row[-1] for row in rows]))
+        logits = draft.append([0, 1], [row[-1] for row in rows])[0]
         for got, row in zip(logits, rows, strict=True):
             wanted = oracle(torch.tensor([row])).logits[0, -1]
             assert torch.nn.functional.cosine_similarity(got, wanted, dim=0) > 0.995

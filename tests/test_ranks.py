@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from specserve.models.cpu_kernels import binding
+from specserve.models.link import Link
 from specserve.models.parallel import TensorParallel
 from specserve.models.sampling.params import SamplingParams
 from specserve.models.shared_memory import SharedMemory
@@ -20,7 +21,6 @@ from specserve.server.engine.step import Admission, ScheduledBatch, ScheduledRow
 from specserve.server.environment import fingerprint
 from specserve.server.place import RankPlace
 from specserve.server.worker.errors import RankError
-from specserve.server.worker.link import Link
 from specserve.server.worker.messages import decode, encode
 from specserve.server.worker.monitor import Monitor
 from specserve.server.worker.ranks import Ranks, agree

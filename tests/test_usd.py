@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specserve.models.hub import ModelError, ModelFiles
+from specserve.models.parallel import TensorParallel
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
 from specserve.speculators.base import ProposalInput, RowsRoom, UsdMethod
 from specserve.speculators.checkpoint import Base
@@ -89,6 +90,10 @@ def test_confidence_learns_from_the_judged_drafts_alone():
 # ---- loading
 
 
+def load(files, target, options, *, num_tokens):
+    return load_usd(files, target, options, parallel=TensorParallel(), num_tokens=num_tokens)
+
+
 def write_model(path, tokenizer, *, rows=None, size=16):
     torch.manual_seed(size)
     rows = rows or tokenizer.size
@@ -122,9 +127,9 @@ def test_what_is_shared_weighs(target, letters):
     translator = Translator(target.tokenizer, draft)
     mapping = vocabulary_mapping(translator, letters)
     assert 0.1 < overlap_weight(mapping, target.tokenizer) < 0.9
-    assert load_usd(letters, target, UsdOptions(), num_tokens=None).method is UsdMethod.SLEM
-    assert load_usd(letters, target, UsdOptions(UsdMethod.TLI), num_tokens=3).method is UsdMethod.TLI
-    same = load_usd(target.files, target, UsdOptions(), num_tokens=4)
+    assert load(letters, target, UsdOptions(), num_tokens=None).method is UsdMethod.SLEM
+    assert load(letters, target, UsdOptions(UsdMethod.TLI), num_tokens=3).method is UsdMethod.TLI
+    same = load(target.files, target, UsdOptions(), num_tokens=4)
     assert same.method is UsdMethod.TLI and same.mapping is None and same.max_draft_tokens == 4
 
 
@@ -133,15 +138,15 @@ def test_misfits_are_one_line_with_the_numbers(target, letters, tmp_path):
     with pytest.raises(
         ModelError, match=r"org/big: the draft model has \d{7} parameters, more than the \d{7} of the m"
     ):
-        load_usd(big, target, UsdOptions(), num_tokens=None)
+        load(big, target, UsdOptions(), num_tokens=None)
     shutil.copytree(letters.path, tmp_path / "mute")
     (tmp_path / "mute" / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="no tokenizer"):
-        load_usd(ModelFiles("org/mute", None, tmp_path / "mute", "hub"), target, UsdOptions(), num_tokens=None)
+        load(ModelFiles("org/mute", None, tmp_path / "mute", "hub"), target, UsdOptions(), num_tokens=None)
     few = tmp_path / "few"
     write_model(few, Tokenizer(_backend_of("▁etaoinshrdlu"), vocab_size=13))
     with pytest.raises(ModelError, match=r"org/few: only 13 of the 13 tokens .* \(\d+\.\d% by weight\); at least 100"):
-        load_usd(ModelFiles("org/few", None, few, "hub"), target, UsdOptions(), num_tokens=None)
+        load(ModelFiles("org/few", None, few, "hub"), target, UsdOptions(), num_tokens=None)
 
 
 def _backend_of(letters):
@@ -158,7 +163,7 @@ def _backend_of(letters):
 @torch.inference_mode()
 def test_rows_of_both_methods_draft_together_and_stop_where_it_does_not_pay(target, letters):
     """What is asked for is drafted, less where the chances are too small for another round; ids are the target's."""
-    speculator = load_usd(letters, target, UsdOptions(), num_tokens=4)
+    speculator = load(letters, target, UsdOptions(), num_tokens=4)
     speculator.allocate(RowsRoom(64, 4, 4, 64, 128))
     prompts = ["the tan hat is on the other side of the road", "no other soul", "tie", "1234"]
     for slot, (text, method) in enumerate(zip(prompts, ("tli", "slem", "tli", "slem"), strict=True)):

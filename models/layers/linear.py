@@ -37,16 +37,27 @@ def share_heads(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> 
     if parallel.size <= num_kv_heads:
         first, count = parallel.share(num_kv_heads)
         return (first * group, count * group), (first, count)
-    owners = [rank * num_kv_heads // parallel.size for rank in range(parallel.size)]  # the KV head of each rank
-    mine = owners[parallel.rank]
-    among = TensorParallel(parallel.rank - owners.index(mine), owners.count(mine))
-    first, count = among.share(group)
-    if max(map(owners.count, owners)) > group:
+    if not can_share_heads(num_heads, num_kv_heads, parallel):
         raise ModelError(
             f"--num-shard is {parallel.size}, but the {num_heads} attention heads of the model ({num_kv_heads} KV "
             "heads) can't give each shard one; choose fewer shards"
         )
+    owners = _kv_heads_of_ranks(num_kv_heads, parallel)
+    mine = owners[parallel.rank]
+    among = TensorParallel(parallel.rank - owners.index(mine), owners.count(mine))
+    first, count = among.share(group)
     return (mine * group + first, count), (mine, 1)
+
+
+def can_share_heads(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> bool:
+    """Whether there is a query head for each rank, among those that use its KV head."""
+    owners = _kv_heads_of_ranks(num_kv_heads, parallel)
+    return parallel.size <= num_kv_heads or max(map(owners.count, owners)) <= num_heads // num_kv_heads
+
+
+def _kv_heads_of_ranks(num_kv_heads: int, parallel: TensorParallel) -> list[int]:
+    """Where several ranks hold the same one, or each its own."""
+    return [rank * num_kv_heads // parallel.size for rank in range(parallel.size)]
 
 
 def _units(what: Projection, parallel: TensorParallel) -> Share:

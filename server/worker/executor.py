@@ -1,7 +1,7 @@
 """Steps on several ranks: rank 0 tells the others what it computes, and they compute along."""
 
+from specserve.models.link import Link
 from specserve.server.engine.step import ScheduledBatch, StepOutput
-from specserve.server.worker.link import Link
 from specserve.server.worker.messages import decode, encode
 from specserve.server.worker.model_runner import ModelRunner
 from specserve.server.worker.monitor import Monitor

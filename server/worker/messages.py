@@ -6,9 +6,9 @@ the length; its tokens come with the rows that compute them.
 
 import numpy as np
 
+from specserve.models.link import Ints
 from specserve.models.sampling.params import SamplingParams
 from specserve.server.engine.step import Admission, ScheduledBatch, ScheduledRow
-from specserve.server.worker.link import Ints
 
 _FLOATS = ("temperature", "top_p", "min_p", "typical_p")
 _ADMISSION = 6 + len(_FLOATS)

@@ -12,7 +12,6 @@ from specserve.models.layers.embedding import VocabParallelHead
 from specserve.models.sampling.params import SampledToken
 from specserve.models.sampling.sampler import Sampler, SampleRow, score_tokens
 from specserve.server.engine.step import Admission, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
-from specserve.server.worker.link import Link
 from specserve.speculators.base import ProposalInput, Speculator
 from specserve.speculators.verify import Verified, VerifyRow, verify
 
@@ -32,13 +31,9 @@ class ModelRunner:
         max_rows: int,
         max_total_tokens: int,
         rejects: bool = False,
-        link: Link | None = None,
     ) -> None:
-        """rejects: requests that sample without a seed of their own are verified by rejection.
-
-        link: to the other ranks, if there are any; rank 0 decides for all of them.
-        """
-        self._link = link or Link()
+        """rejects: requests that sample without a seed of their own are verified by rejection."""
+        self._link = model.parallel.link  # rank 0 decides for all of them
         device = kv_cache.keys[0].device
         self.model = model
         self._speculator, self._rejects = speculator, rejects

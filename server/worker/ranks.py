@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not declared
 
+from specserve.models.link import Link
 from specserve.models.parallel import TensorParallel
 from specserve.models.shared_memory import SharedMemory
 from specserve.server.place import RankPlace
 from specserve.server.worker.errors import RankError
-from specserve.server.worker.link import Link
 from specserve.server.worker.monitor import BEAT_S, Monitor
 
 # The monitor knows sooner when something is wrong; a rank may well load for an hour, and be idle for a year.
@@ -26,13 +26,12 @@ PATIENCE = timedelta(days=1000)
 
 @dataclass(slots=True)
 class Ranks:
-    """What ranks do together outside of steps; alone without a store. `parallel` and `link` are there after `join`."""
+    """What ranks do together outside of steps; alone without a store. `parallel` is that of several after `join`."""
 
     place: RankPlace | None = None
     monitor: Monitor | None = None
     store: Store | None = None
     parallel: TensorParallel = field(default_factory=TensorParallel)
-    link: Link = field(default_factory=Link)
     _num_gathered: int = 0
 
     @classmethod
@@ -76,13 +75,14 @@ class Ranks:
             timeout=PATIENCE,
         )
         shared = SharedMemory.join(rank, size, self.all_gather) if device.type == "cpu" else None
-        self.parallel = TensorParallel(rank, size, dist.group.WORLD, shared)
-        self.link = Link(rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+        link = Link(rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+        self.parallel = TensorParallel(rank, size, dist.group.WORLD, shared, link)
 
     def progress(self) -> int:
         """Collectives of this rank so far."""
-        shared = self.parallel.shared
-        return self.parallel.calls[0] + self.link.num_messages + (0 if shared is None else int(shared.ranks.count))
+        parallel = self.parallel
+        num_sums = 0 if parallel.shared is None else int(parallel.shared.ranks.count)
+        return parallel.calls[0] + parallel.link.num_messages + num_sums
 
     def num_threads(self) -> int:
         """Threads that suit a rank on CPUs: the cores of this machine, shared."""
