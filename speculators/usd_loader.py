@@ -79,7 +79,7 @@ def load_usd(
             return NoSpeculator()
         return _load(files, config, base, options, parallel if is_split else TensorParallel(), num_tokens)
     except ModelError as error:
-        if "--speculator-id" in str(error):
+        if "--speculator-" in str(error):
             raise
         raise ModelError(
             f"--speculator-id {files.model_id}: {error} (usd needs a language model with its tokenizer; for trained "

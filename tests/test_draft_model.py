@@ -1,13 +1,15 @@
 """A draft model's rows: whatever happens to them, their logits are those of the whole text computed anew."""
 
 import random
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specserve.speculators.base import RowsRoom
-from specserve.speculators.draft_model import DraftModel
+from specserve.speculators.base import ProposalInput, RowsRoom
+from specserve.speculators.draft_model import DraftModel, FollowingDraftModel, Share, decode, encode
 
 VOCAB = 61
 
@@ -165,3 +167,60 @@ def test_a_quantized_draft_model_is_nearly_the_same(model_and_oracle, model_help
             wanted = oracle(torch.tensor([row])).logits[0, -1]
             assert torch.nn.functional.cosine_similarity(got, wanted, dim=0) > 0.995
             assert not torch.allclose(got, wanted, atol=1e-4)  # it is quantized
+
+
+class Wire:
+    """Two ends of a link, one after the other."""
+
+    group = "some"
+
+    def __init__(self):
+        self.messages = deque()
+
+    def share(self, values):
+        if values is None:
+            return self.messages.popleft()
+        self.messages.append(np.array(values, dtype=np.int64))
+        return self.messages[-1]
+
+
+@torch.inference_mode()
+def test_a_rank_that_follows_computes_the_same(model_and_oracle):
+    """Rows that grow, change, leave and share prefixes: the KV caches are equal after every step."""
+    model, _ = model_and_oracle
+    drafts, wire, rng = [make(model, num_blocks=40) for _ in range(2)], Wire(), random.Random(1)
+    for draft in drafts:
+        draft._link = wire
+    leader, follower = drafts
+    following = FollowingDraftModel(follower, 7)
+    shared = [rng.randrange(VOCAB) for _ in range(9)]
+    num_messages = 0
+    for step in range(40):
+        slots = sorted(rng.sample(range(4), rng.randrange(1, 5)))
+        for slot in slots:
+            if rng.random() < 0.3:
+                leader.release(slot)
+            leader.continue_as(slot, shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(12))])
+        ready, _ = leader.catch_up(slots, [2] * len(slots), [9] * len(slots))
+        for _ in range(2):
+            leader.append([slots[index] for index in ready], [rng.randrange(VOCAB) for _ in ready])
+        leader.end()
+        num_messages += len(wire.messages)
+        tokens = torch.zeros(len(slots), dtype=torch.int64)
+        rows = ProposalInput(slots, tokens, torch.zeros(len(slots), 32), [2] * len(slots), None)
+        assert following.propose(rows).rows() == [[] for _ in slots] and not wire.messages
+        for own, others in zip(
+            (*leader._cache.keys, *leader._cache.values), (*follower._cache.keys, *follower._cache.values), strict=True
+        ):
+            assert torch.equal(own, others), step
+    assert num_messages == 160
+
+
+def test_shares_travel_as_ints():
+    shares = [
+        Share(3, 70_000, [5], [], 9, 1, 1),
+        Share(0, 0, [1, 2, 3], [8, 4], 0, 0, 0),
+        Share(1, 4, [0], [7], 2, 1, 0),
+    ]
+    assert decode(encode(shares)) == shares
+    assert encode(shares[:1]).nbytes < 100

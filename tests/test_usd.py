@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specserve.models.hub import ModelError, ModelFiles
 from specserve.models.parallel import TensorParallel
 from specserve.models.tokenizer import Tokenizer, load_tokenizer
-from specserve.speculators.base import ProposalInput, RowsRoom, UsdMethod
+from specserve.speculators.base import NoSpeculator, ProposalInput, RowsRoom, UsdMethod
 from specserve.speculators.checkpoint import Base
 from specserve.speculators.confidence import Confidence
 from specserve.speculators.translator import DraftContext, Translator
@@ -131,6 +131,19 @@ def test_what_is_shared_weighs(target, letters):
     assert load(letters, target, UsdOptions(UsdMethod.TLI), num_tokens=3).method is UsdMethod.TLI
     same = load(target.files, target, UsdOptions(), num_tokens=4)
     assert same.method is UsdMethod.TLI and same.mapping is None and same.max_draft_tokens == 4
+
+
+def test_who_has_the_draft_model(target, letters):
+    """Its 2 heads can't be split over 3 ranks, so the first has it whole, unless that was asked for."""
+    last = TensorParallel(2, 3)
+    assert isinstance(load_usd(letters, target, UsdOptions(), parallel=last, num_tokens=None), NoSpeculator)
+    with pytest.raises(
+        ModelError, match=r"^--speculator-num-shard is 3, but the draft model has 2 attention heads \(2 KV .*choose 1$"
+    ):
+        load_usd(letters, target, UsdOptions(num_shard=3), parallel=last, num_tokens=None)
+    last = TensorParallel(1, 2)
+    whole = load_usd(letters, target, UsdOptions(num_shard=1), parallel=last, num_tokens=None)
+    assert isinstance(whole, NoSpeculator)
 
 
 def test_misfits_are_one_line_with_the_numbers(target, letters, tmp_path):
