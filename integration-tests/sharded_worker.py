@@ -55,8 +55,8 @@ class Stream:
 
 def configure(case: dict) -> ServerConfig:
     speculator = SpeculatorOptions(
-        SpeculatorType(case.get("kind", "none")),
-        case.get("id"),
+        type=SpeculatorType(case.get("kind", "none")),
+        id=case.get("id"),
         draft_length=DraftLengthRule.FIXED,
         dtype=SpeculatorDType.FLOAT32 if case.get("kind") == "usd" else SpeculatorDType.AUTO,
         usd_method=UsdMethod(case.get("method", "auto")),

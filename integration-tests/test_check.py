@@ -15,7 +15,7 @@ from specserve.speculators.base import SpeculatorType
 
 
 def configure(model_id, kind="none", speculator_id=None, **speculator) -> ServerConfig:
-    options = SpeculatorOptions(SpeculatorType(kind), None if speculator_id is None else str(speculator_id))
+    options = SpeculatorOptions(type=SpeculatorType(kind), id=None if speculator_id is None else str(speculator_id))
     return ServerConfig(ModelOptions(str(model_id)), speculator=dataclasses.replace(options, **speculator))
 
 

@@ -97,7 +97,7 @@ class CacheOptions:
     prefix_caching: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """Limits of requests and steps. None: what model and KV cache allow."""
 
@@ -108,7 +108,7 @@ class SchedulerOptions:
     max_concurrent_requests: int = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatorOptions:
     """What drafts tokens."""
 

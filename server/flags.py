@@ -149,7 +149,14 @@ def _speculator(flags: Mapping[str, Any], num_model_shards: int) -> SpeculatorOp
         what = what if kind is SpeculatorType.USD else "its Hub id or directory"
         raise ConfigError(f"--speculator is {kind}, but --speculator-id is missing; give {what}")
     return SpeculatorOptions(
-        kind, speculator_id, num_tokens, flags["draft_length"], dtype, method, num_shard, flags["verification"]
+        type=kind,
+        id=speculator_id,
+        num_speculative_tokens=num_tokens,
+        draft_length=flags["draft_length"],
+        dtype=dtype,
+        usd_method=method,
+        num_shard=num_shard,
+        verification=flags["verification"],
     )
 
 

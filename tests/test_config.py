@@ -118,8 +118,16 @@ ALL_FLAGS = {
 EVERYTHING = ServerConfig(
     ModelOptions("org/né", "v2", DType.BFLOAT16, Device.CPU, AttentionBackendName.TORCH, True, None),
     CacheOptions(3 * 2**29, 32, False),
-    SchedulerOptions(100, 200, 300, 5, 6),
-    SpeculatorOptions(SpeculatorType.MLP, "org/heads", 3, DraftLengthRule.FIXED),
+    SchedulerOptions(
+        max_input_tokens=100,
+        max_total_tokens=200,
+        max_batch_tokens=300,
+        max_batch_size=5,
+        max_concurrent_requests=6,
+    ),
+    SpeculatorOptions(
+        type=SpeculatorType.MLP, id="org/heads", num_speculative_tokens=3, draft_length=DraftLengthRule.FIXED
+    ),
     parallel=ParallelOptions(1, 3, 4.5),
     server=ListenOptions("127.0.0.1", 0, Path("/tmp/s.sock"), 10**6, 0.5, 7, 8),
     log=LogOptions(LogLevel.DEBUG, True),
