@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -172,8 +173,7 @@ def test_a_damaged_model_is_one_clear_line(start_server, tiny_model, tmp_path, d
 
 
 def test_missing_models_and_bad_flags_are_one_clear_line(start_server, tiny_model, tmp_path):
-    fails_with(start_server, tmp_path / "nothing-here", "nothing-here")
-    fails_with(start_server, tmp_path / "x.gguf", "x.gguf")
+    paths_and_words = [(tmp_path / "nothing-here", "nothing-here"), (tmp_path / "x.gguf", "x.gguf")]
     flags_and_words = [
         (("--max-total-tokens", "4096"), "2048"),
         (("--attention-backend", "flash"), "--attention-backend"),
@@ -184,8 +184,11 @@ def test_missing_models_and_bad_flags_are_one_clear_line(start_server, tiny_mode
         (("--max-input-tokens", "9", "--max-total-tokens", "9"), "--max-input-tokens"),
         (("--no-such-flag",), "--no-such-flag"),
     ]
-    for flags, word in flags_and_words:
-        fails_with(start_server, tiny_model, word, flags=flags)
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(fails_with, start_server, *case) for case in paths_and_words]
+        results += [pool.submit(fails_with, start_server, tiny_model, word, flags=f) for f, word in flags_and_words]
+    for result in results:
+        result.result()
 
 
 def test_environment_variables_stand_for_flags(tiny_model, start_server):

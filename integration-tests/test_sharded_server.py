@@ -234,10 +234,7 @@ def test_two_hosts_of_one_rank_each(rendezvous, plain_tiny, tiny_model, torchrun
     pids = [pid for host in hosts for pid in rank_pids(host.process.pid).values()]
     assert len(pids) == 2
     first.terminate()
-    wait_gone(pids, 20)
-    hosts[0 if first is hosts[1] else 1].terminate()  # which may wait for the other launcher, for minutes
-    for host in hosts:
-        host.wait_exit(30)
+    wait_gone(pids, 20)  # the launchers, which are torch's, may wait for each other for minutes
 
 
 def test_ranks_that_differ_are_refused_with_both_values(tiny_model, start_server, tmp_path):

@@ -34,7 +34,6 @@ def test_40_mixed_requests_of_the_demo_model_are_identical(demo, start_server, d
     assert [outside(answer) for answer in answer_all(demo, jobs[:6], 1)] == plain[:6]
     runs = [
         ("mlp", "bigram", "4", "fixed"),
-        ("mlp", "bigram", "1", "fixed"),
         ("mlp", "random", "2", "adaptive"),
         ("medusa", "repeating", "3", "fixed"),
     ]
@@ -98,9 +97,9 @@ def test_drafts_of_any_quality_under_preemption_change_nothing(
     flags = ("--speculator", kind, "--speculator-id", str(path), *FIXED)
     server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *CACHE, *LOCAL)
     with served(server) as client:
-        for _ in range(2):
-            answers = answer_all(client, jobs, 16)
-            for job, answer, expected in zip(jobs, answers, plain, strict=True):
+        for every in (1, 3):  # the second time over blocks that others left
+            answers = answer_all(client, jobs[::every], 16)
+            for job, answer, expected in zip(jobs[::every], answers, plain[::every], strict=True):
                 assert outside(answer) == expected, job
         info = client.info()
         assert info.speculator.drafted_tokens > 100
@@ -172,9 +171,11 @@ def test_speculators_that_do_not_fit_are_one_line_before_the_port_opens(
         (("mlp", "/no/such/folder"), (), "--speculator-id '/no/such/folder': there is no such file or directory"),
         (tiny_speculators["random"], ("--num-speculative-tokens", "6"), "--num-speculative-tokens is 6, but"),
     ]
-    for (kind, path), more, message in cases:
+    servers = []
+    for (kind, path), more, _ in cases:
         flags = ("--speculator", kind, "--speculator-id", str(path), *more)
-        server = start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL)
+        servers.append(start_server("--model-id", str(tiny_model), *flags, *SMALL, *LOCAL))
+    for server, (_, _, message) in zip(servers, cases, strict=True):
         assert server.wait_exit() == 1
         assert message in server.output and "Traceback" not in server.output
         assert "listening on" not in server.output and "is ready" not in server.output

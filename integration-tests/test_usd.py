@@ -58,7 +58,7 @@ def test_a_shuffled_and_thinned_copy_of_the_target_is_right(demo, start_server, 
     folder, lost = shuffled_demo
     files = resolve_model("demo")
     tokenizer = load_tokenizer(files, 49152)
-    options = {"max_new_tokens": 96, "ignore_eos": True}
+    options = {"max_new_tokens": 72, "ignore_eos": True}
     flags = usd(folder, "--num-speculative-tokens", "1", *FIXED, "--speculator-dtype", "float32")
     server = start_server("--model-id", "demo", *flags, *LOCAL)
     accepted = judged = 0
@@ -70,37 +70,31 @@ def test_a_shuffled_and_thinned_copy_of_the_target_is_right(demo, start_server, 
             for ids in events[1:-1]:
                 accepted += len(ids) == 2
                 judged += len(ids) == 2 or tokenizer.token_bytes(ids[0]) not in lost
-    assert judged > 100 and accepted / judged > 0.95, (accepted, judged)
+    assert judged > 75 and accepted / judged > 0.95, (accepted, judged)
 
 
-@pytest.fixture(scope="module")
-def jobs_and_answers(demo_address):
+def test_40_mixed_requests_are_identical(demo, start_server, shuffled_demo):
+    """Greedy and coupled, by either method, in one batch; the int8 weights of the draft don't matter."""
     jobs = mixed_requests([case["prompt"] for case in CASES[:14]], 40, 28)
-    with Client(demo_address, timeout_s=120) as client:
-        return jobs, [outside(answer) for answer in answer_all(client, jobs, 8)]
-
-
-@pytest.mark.parametrize("method", ["tli", "slem"])
-def test_40_mixed_requests_are_identical(method, jobs_and_answers, start_server, shuffled_demo):
-    """Greedy and coupled, by either method, in batches; the int8 weights of the draft don't matter."""
-    jobs, plain = jobs_and_answers
-    server = start_server("--model-id", "demo", *usd(shuffled_demo[0], "--usd-method", method, *FIXED), *LOCAL)
+    plain = [outside(answer) for answer in answer_all(demo, jobs, 8)]
+    jobs = [(text, {**options, **({"usd_method": "tli"} if n % 2 else {})}) for n, (text, options) in enumerate(jobs)]
+    server = start_server("--model-id", "demo", *usd(shuffled_demo[0], "--usd-method", "slem", *FIXED), *LOCAL)
     with served(server) as client:
         answers = answer_all(client, jobs, 12)
         for job, answer, expected in zip(jobs, answers, plain, strict=True):
             assert outside(answer) == expected, job
         info = client.info().speculator
-        assert info.usd_method == method and info.mean_acceptance_length > 1.8
+        assert info.usd_method == "slem" and info.mean_acceptance_length > 1.8
 
 
 def test_a_request_chooses_its_method(demo, start_server, shuffled_demo):
     server = start_server("--model-id", "demo", *usd(shuffled_demo[0], *FIXED), *LOCAL)
     with served(server) as client:
-        options = {"max_new_tokens": 48, "ignore_eos": True}
+        options = {"max_new_tokens": 32, "ignore_eos": True}
         jobs = [(text, {**options, "usd_method": method}) for text in TEXTS for method in ("tli", "slem")]
         answers = answer_all(client, jobs, 6)
         assert all(a.token_ids == b.token_ids for a, b in zip(answers[::2], answers[1::2], strict=True))
-        assert all(answer.summary.accepted_tokens > 10 for answer in answers)
+        assert all(answer.summary.accepted_tokens > 6 for answer in answers)
         for value, part in (("auto", "it must be tli or slem"), ("", "it must be tli or slem")):
             with pytest.raises(SpecserveError, match=part):
                 client.generate("a", usd_method=value)
@@ -113,14 +107,14 @@ def test_a_seed_is_kept_under_rejection(demo, start_server, shuffled_demo):
     """Requests that name a seed get its tokens; the others are draws, which the server counts as accepted or not."""
     flags = usd(shuffled_demo[0], "--verification", "rejection", *FIXED)
     server = start_server("--model-id", "demo", *flags, *LOCAL)
-    options = {"max_new_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    options = {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}
     with served(server) as client:
         for seed, text in enumerate(TEXTS):
             expected = demo.generate(text, seed=seed, **options)
             assert client.generate(text, seed=seed, **options).token_ids == expected.token_ids
         free = answer_all(client, [(text, options) for text in TEXTS], 3)
-        assert all(answer.summary.generated_tokens == 40 for answer in free)
-        assert sum(answer.summary.accepted_tokens for answer in free) > 30
+        assert all(answer.summary.generated_tokens == 24 for answer in free)
+        assert sum(answer.summary.accepted_tokens for answer in free) > 15
         again = demo.generate(TEXTS[0], seed=free[0].summary.seed, **options)
         assert again.token_ids != free[0].token_ids  # so this was the other rule
 
@@ -132,7 +126,7 @@ def test_drafts_of_another_tokenizer_under_preemption_change_nothing(
     """Hardly ever right, or no numbers at all; little KV for both models."""
     if is_broken:
         letters_model = break_model(letters_model, tmp_path / "broken")
-    jobs = mixed_requests(PROMPTS, 60, 120)
+    jobs = mixed_requests(PROMPTS, 60, 80)
     jobs = [(text, {**options, "usd_method": ("tli", "slem")[n % 2]}) for n, (text, options) in enumerate(jobs)]
     plain = [({k: v for k, v in options.items() if k != "usd_method"}, text) for text, options in jobs]
     expected = [outside(plain_tiny.generate(text, **options)) for options, text in plain]

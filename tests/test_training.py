@@ -173,7 +173,7 @@ def test_the_loop_learns_and_counts_acceptance(tmp_path):
         writer.add(Record(index, f"p{index}", tokens, 8), table[tokens])
     writer.close()
     data = Dataset(tmp_path / "data", 3)
-    loop = run(tmp_path / "run", data, num_epochs=30.0, learning_rate=1e-2)
+    loop = run(tmp_path / "run", data, num_epochs=15.0, learning_rate=2e-2)
     first, last = loop.evaluations[0], loop.evaluations[-1]
     assert last.loss < first.loss and last.step == loop.num_steps
     assert min(last.top1) > 0.98
@@ -186,7 +186,7 @@ def test_the_loop_learns_and_counts_acceptance(tmp_path):
     # A draft vocabulary without the token 20: nothing behind it counts, and nothing that comes after it.
     ids = torch.tensor([token for token in range(V) if token != 20])
     part = run(
-        tmp_path / "part", data, vocabulary=VocabularyMapping.of_subset(ids), num_epochs=30.0, learning_rate=1e-2
+        tmp_path / "part", data, vocabulary=VocabularyMapping.of_subset(ids), num_epochs=15.0, learning_rate=2e-2
     )
     assert last.acceptance[2] - 0.15 < part.evaluations[-1].acceptance[2] < last.acceptance[2]
     with pytest.raises(ModelError, match="other options"):
@@ -212,8 +212,8 @@ def test_the_law_of_the_target_teaches_what_its_draws_hide(dtype, tmp_path):
             tmp_path / f"run-{share}",
             data,
             head=20 * table.float(),
-            num_epochs=30.0,
-            learning_rate=1e-2,
+            num_epochs=15.0,
+            learning_rate=2e-2,
             soft_label_share=share,
             compute_dtype=dtype,
         )
