@@ -94,7 +94,7 @@ class Trainer:
     def run(self, on_progress: Callable[[int, float], None], on_evaluation: Callable[[Evaluation], None]) -> None:
         """Train to the end, with checkpoints at each evaluation."""
         self._resume()
-        every = max(1, self.num_steps // self.options.num_evaluations)
+        every = math.ceil(self.num_steps / self.options.num_evaluations)
         losses: list[float] = []
         started = time.monotonic() - self._seconds
         while self._step < self.num_steps:
